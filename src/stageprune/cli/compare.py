@@ -1,0 +1,142 @@
+"""`stageprune compare`: dense and pruned side by side on one prompt."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from stageprune.cli import options, prompts, show
+from stageprune.cli.common import console, load_model, output, progress, set_threads
+
+if TYPE_CHECKING:
+    from stageprune.evaluate.comparison import Comparison
+
+TOPIC, QUESTION = "string-methods", "What does str.capitalize() do?"
+"""The built-in prompt: technical prose with a question about its beginning."""
+
+
+def compare(
+    prompt: options.Prompt = None,
+    model: options.Model = "demo",
+    file: options.PromptFile = None,
+    chat: options.Chat = None,
+    length: Annotated[int, typer.Option("--length", min=1, help="Tokens of the built-in prompt.")] = 2000,
+    max_new_tokens: options.MaxNewTokens = 48,
+    ratio: options.Ratio = None,
+    layers: options.Layers = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Pairs of dense and pruned turns to time.")] = 5,
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = None,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Compare the dense and the pruned model on one prompt: time to the first token, and the answers.
+
+    Without a prompt, a built-in one is used: technical prose with a question about it.
+    """
+    method = options.method_of(ratio, layers)
+    text = prompts.read_prompt(prompt, file)
+    set_threads(threads)
+    loaded = load_model(model, dtype, device)
+
+    import torch
+
+    from stageprune.evaluate.comparison import compare as run
+    from stageprune.evaluate.comparison import turns_of
+    from stageprune.evaluate.system import system_info
+    from stageprune.evaluate.text import prompt_of
+    from stageprune.pruning import prune
+
+    if text is None:
+        tokens = prompt_of(loaded.tokenizer, length, QUESTION, topic=TOPIC)
+    else:
+        tokens = prompts.tokens_of(loaded.tokenizer, text, chat)
+    prompts.check_fits(loaded.model, len(tokens), max_new_tokens)
+    input_ids = torch.tensor([tokens], device=loaded.model.device)
+    with prune(loaded.model, method) as handle, progress("comparing", turns_of(repeats)) as step:
+        result = run(handle, input_ids, max_new_tokens=max_new_tokens, pairs=repeats, on_turn=step)
+    answers = [
+        loaded.tokenizer.decode(answer.tokens[0], skip_special_tokens=True) for answer in (result.dense, result.pruned)
+    ]
+    if as_json:
+        data = {
+            "model": model,
+            "dtype": str(loaded.model.dtype).removeprefix("torch."),
+            "device": str(loaded.model.device),
+            "system": system_info(),
+            "prompt_tokens": len(tokens),
+            **result.to_dict(),
+            "dense_text": answers[0],
+            "pruned_text": answers[1],
+        }
+        typer.echo(json.dumps(data, indent=2))
+        return
+    where = f"{str(loaded.model.dtype).removeprefix('torch.')} on {loaded.model.device}"
+    if loaded.model.device.type == "cpu":
+        where += f" with {torch.get_num_threads()} threads"
+    _show(result, model, where, text or f"{len(tokens):,} tokens of technical prose, then: {QUESTION}", answers)
+
+
+def _show(result: Comparison, model: str, where: str, prompt: str, answers: list[str]) -> None:
+    report, prefill = result.report, result.prefill
+    output.print(
+        f"{model}: {report.model}, {where}\n"
+        f"The prompt of {report.prompt_length:,} tokens skips {len(report.skipped_layers)} of "
+        f"{report.num_hidden_layers} layers ({options.shown(report.skipped_layers)}); "
+        "its last token and the answer use all.",
+        markup=False,
+        soft_wrap=True,
+    )
+    output.print(_table(result))
+    output.print(
+        f"Speed-up of the first token: {show.factor(prefill.speedup.median)}, "
+        f"{prefill.achieved:.0%} of the ideal {show.factor(prefill.ideal_speedup)}. "
+        f"The middle half of {prefill.speedup.count} alternating pairs lies at {show.quartiles(prefill.speedup)}.\n",
+        soft_wrap=True,
+    )
+    shortened = " ".join(prompt.split())
+    output.print(Text(f"Prompt: {shortened[:200]}{'…' if len(shortened) > 200 else ''}"), soft_wrap=True)
+    for title, answer in zip(("dense", "pruned"), answers, strict=True):
+        output.print(Panel(Text(answer.strip()), title=title, title_align="left"))
+    output.print(_verdict(result), soft_wrap=True)
+
+
+def _table(result: Comparison) -> Table:
+    report, prefill = result.report, result.prefill
+    table = Table("", title_justify="left")
+    for name in ("dense", "pruned", "speed-up"):
+        table.add_column(name, justify="right")
+    rows: list[tuple[Any, ...]] = [
+        (
+            "first token",
+            show.seconds(prefill.dense_s.median),
+            show.seconds(prefill.pruned_s.median),
+            show.factor(prefill.speedup.median),
+        ),
+        (
+            "operations until then",
+            f"{report.dense_flops / 1e9:,.0f} GFLOP",
+            f"{report.pruned_flops / 1e9:,.0f} GFLOP",
+            f"{show.factor(prefill.ideal_speedup)} ideal",
+        ),
+        ("answer", show.rate(result.dense.tokens_per_s), show.rate(result.pruned.tokens_per_s), ""),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _verdict(result: Comparison) -> str:
+    dense, pruned = (answer.tokens.shape[1] for answer in (result.dense, result.pruned))
+    if result.first_difference is None:
+        return f"The answers are equal, all {dense} tokens."
+    return (
+        f"Equal tokens: {result.equal_share:.0%} of {max(dense, pruned)}; the answers part at token "
+        f"{result.first_difference + 1}. After the same tokens before, the pruned model chooses the dense model's "
+        f"next token {result.agreement:.0%} of the time."
+    )

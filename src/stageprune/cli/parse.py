@@ -1,0 +1,109 @@
+"""From the text of an option to its value; each parser raises `typer.BadParameter` that quotes what was given."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TypeVar, get_args
+
+import typer
+
+from stageprune.methods import LayerRule
+
+DTYPES = {
+    "auto": "auto",
+    **{name: name for name in ("float64", "float32", "bfloat16", "float16")},
+    **{"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
+}
+LayerChoice = LayerRule | tuple[int, ...]
+Number = TypeVar("Number", int, float)
+
+_MOST_LAYERS = 100_000  # a range such as 0-99999999999 shall be an error, not fill the memory
+
+
+def ratio(text: str) -> float:
+    """A share in [0, 1): a decimal number such as 0.25, or a fraction such as 1/3."""
+    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(?:/\s*([0-9.eE+-]+)\s*)?", text)
+    try:
+        if match is None:
+            raise ValueError
+        value = float(match[1]) / float(match[2] or 1)
+    except (ValueError, ZeroDivisionError):
+        raise typer.BadParameter(f"{text!r} is no number or fraction; give for example 0.25 or 1/3") from None
+    if not (math.isfinite(value) and 0 <= value < 1):
+        raise typer.BadParameter(f"{text!r} is not at least 0 and less than 1; give for example 0.25 or 1/3")
+    return value
+
+
+def layers(text: str) -> LayerChoice:
+    """A rule's name, or zero-based indices and ranges of them, such as `20-29` or `3,5,20-29`."""
+    name = text.strip()
+    if name in get_args(LayerRule):
+        return name  # type: ignore[return-value]
+    indices: list[int] = []
+    for part in name.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part, re.ASCII)
+        if match is None:
+            rules = ", ".join(get_args(LayerRule))
+            raise typer.BadParameter(f"{text!r} is neither {rules}, nor layer indices such as 20-29 or 3,5,20-29")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise typer.BadParameter(f"the range {part.strip()!r} in {text!r} ends before it begins")
+        if last >= _MOST_LAYERS:
+            raise typer.BadParameter(f"layer {last} in {text!r}: no model has that many layers")
+        indices.extend(range(first, last + 1))
+    repeated = next((index for index in indices if indices.count(index) > 1), None)
+    if repeated is not None:
+        raise typer.BadParameter(f"layer {repeated} is named twice in {text!r}")
+    return tuple(sorted(indices))
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Positive whole numbers, such as `32,128,512`."""
+    values = []
+    for part in text.split(","):
+        if not re.fullmatch(r"\s*0*[1-9]\d{0,8}\s*", part, re.ASCII):
+            raise typer.BadParameter(f"{text!r} is no list of positive numbers such as 32,128,512")
+        values.append(int(part))
+    return _distinct(text, values)
+
+
+def ratios(text: str) -> tuple[float, ...]:
+    """Shares as in `ratio`, separated by commas."""
+    return _distinct(text, [ratio(part) for part in text.split(",")])
+
+
+def dtype(text: str) -> str:
+    """The full name of a floating-point type."""
+    if text not in DTYPES:
+        raise typer.BadParameter(f"{text!r} is none of {', '.join(DTYPES)}")
+    return DTYPES[text]
+
+
+def temperature(text: str) -> float:
+    """A number from 0 (greedy) up."""
+    value = _number(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise typer.BadParameter(f"{text!r} is not 0 (greedy) or more")
+    return value
+
+
+def top_p(text: str) -> float:
+    """A probability above 0 and up to 1."""
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise typer.BadParameter(f"{text!r} is not above 0 and up to 1")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number") from None
+
+
+def _distinct(text: str, values: list[Number]) -> tuple[Number, ...]:
+    if len(set(values)) != len(values):
+        raise typer.BadParameter(f"{text!r} names a value twice")
+    return tuple(values)

@@ -1,0 +1,29 @@
+"""Every error that stageprune raises on purpose: one class for each thing a caller may want to catch."""
+
+
+class StagePruneError(Exception):
+    """Base class of all errors raised by stageprune."""
+
+
+class SettingError(StagePruneError, ValueError):
+    """A setting has the wrong type or value; the message says which, and what would be right."""
+
+
+class ModelLoadError(StagePruneError):
+    """A model or tokenizer could not be loaded."""
+
+
+class UnsupportedModelError(StagePruneError):
+    """The model's architecture cannot be pruned by this method; the message names the layer and the reason."""
+
+
+class AlreadyPrunedError(StagePruneError):
+    """The model already carries a stageprune handle; remove that one first."""
+
+
+class StageError(StagePruneError):
+    """A forward pass was asked for something its stage cannot give, such as logits of pruned positions."""
+
+
+class PromptError(StagePruneError, ValueError):
+    """A prompt is empty, or longer than the model's context."""

@@ -1,0 +1,1 @@
+"""Measuring what pruning gains and what it costs."""

@@ -1,0 +1,96 @@
+"""Dense and pruned side by side on one prompt: how fast, and what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stageprune.evaluate.agreement import equal_share, first_difference, teacher_forced_agreement
+from stageprune.evaluate.clock import TimedAnswer, timed_generate
+from stageprune.evaluate.speed import PrefillSpeed, alternate, prefill_speed
+from stageprune.pruning import Handle
+from stageprune.report import Report
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two answers to one prompt.
+
+    Attributes:
+        report: what is skipped, and the floating-point operations on this prompt.
+        prefill: time to the first token.
+        dense: the dense model's answer, greedy.
+        pruned: the pruned model's answer, greedy.
+        agreement: the share of the dense answer's tokens that the pruned model would choose after the same tokens
+            before.
+    """
+
+    report: Report
+    prefill: PrefillSpeed
+    dense: TimedAnswer
+    pruned: TimedAnswer
+    agreement: float
+
+    @property
+    def equal_share(self) -> float:
+        """The share of positions at which both answers have the same token."""
+        return equal_share(self.dense.tokens[0].tolist(), self.pruned.tokens[0].tolist())
+
+    @property
+    def first_difference(self) -> int | None:
+        """The zero-based position at which the answers part; None if they are equal."""
+        return first_difference(self.dense.tokens[0].tolist(), self.pruned.tokens[0].tolist())
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready data."""
+        return {
+            "report": self.report.to_dict(),
+            "prefill": self.prefill.to_dict(),
+            "decode": {
+                "dense_tokens_per_s": self.dense.tokens_per_s,
+                "pruned_tokens_per_s": self.pruned.tokens_per_s,
+            },
+            "dense_tokens": self.dense.tokens[0].tolist(),
+            "pruned_tokens": self.pruned.tokens[0].tolist(),
+            "equal_share": self.equal_share,
+            "first_difference": self.first_difference,
+            "teacher_forced_agreement": self.agreement,
+        }
+
+
+def turns_of(pairs: int) -> int:
+    """How often `compare` calls `on_turn`."""
+    return 2 * pairs + 3
+
+
+def compare(
+    handle: Handle,
+    input_ids: torch.Tensor,
+    *,
+    max_new_tokens: int = 64,
+    pairs: int = 5,
+    on_turn: Callable[[], object] = lambda: None,
+) -> Comparison:
+    """Answer one prompt dense and pruned, then measure the time to the first token in alternation.
+
+    Args:
+        handle: of the pruned model.
+        input_ids: the prompt, `[1, length]`.
+        max_new_tokens: of each answer.
+        pairs: of turns for the time to the first token; the answers before them are the warm-up.
+        on_turn: called after each step, such as to advance a progress bar; see `turns_of`.
+    """
+    answers = []
+    for dense in (True, False):
+        with handle.dense() if dense else nullcontext():
+            answers.append(timed_generate(handle.model, input_ids, max_new_tokens))
+        on_turn()
+    agreement = teacher_forced_agreement(handle, input_ids, answers[0].tokens)
+    on_turn()
+    turns = alternate(handle, input_ids, pairs=pairs, on_turn=on_turn)
+    length = input_ids.shape[1]
+    return Comparison(handle.report(length), prefill_speed(handle, length, turns), *answers, agreement)

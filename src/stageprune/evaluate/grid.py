@@ -1,0 +1,122 @@
+"""Speed over a grid of prompt lengths, batch sizes and pruning ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stageprune.evaluate.speed import (
+    DecodeSpeed,
+    PrefillMemory,
+    PrefillSpeed,
+    alternate,
+    decode_speed,
+    prefill_memory,
+    prefill_speed,
+    warm_up,
+)
+from stageprune.evaluate.text import prompt_of
+from stageprune.methods import LayerRule, PrefillOnlyPruning
+from stageprune.pruning import prune
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What to measure.
+
+    Attributes:
+        lengths: of the prompts, in tokens.
+        batches: rows per call.
+        ratios: of the layers to skip.
+        layers: which layers.
+        prefill: whether to measure the time to the first token and its peak memory.
+        new_tokens: how many tokens to generate to measure decoding; 1 for no such measurement.
+        pairs: of dense and pruned turns, at least.
+        seconds: for each cell, at least.
+    """
+
+    lengths: Sequence[int]
+    batches: Sequence[int] = (1,)
+    ratios: Sequence[float] = (1 / 3,)
+    layers: LayerRule | Sequence[int] = "last"
+    prefill: bool = True
+    new_tokens: int = 1
+    pairs: int = 5
+    seconds: float = 0.0
+
+    @property
+    def cells(self) -> int:
+        """How many combinations there are."""
+        return len(self.lengths) * len(self.batches) * len(self.ratios)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination, measured.
+
+    Attributes:
+        ratio: of the layers to skip.
+        skipped_layers: how many layers that is.
+        batch: rows per call.
+        prompt_length: in tokens.
+        pairs: of turns that were run.
+        prefill, memory, decode: the results; None for what was not asked for.
+    """
+
+    ratio: float
+    skipped_layers: int
+    batch: int
+    prompt_length: int
+    pairs: int
+    prefill: PrefillSpeed | None
+    memory: PrefillMemory | None
+    decode: DecodeSpeed | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready data."""
+        return {
+            "ratio": self.ratio,
+            "skipped_layers": self.skipped_layers,
+            "batch": self.batch,
+            "prompt_length": self.prompt_length,
+            "pairs": self.pairs,
+            "prefill": self.prefill and self.prefill.to_dict(),
+            "memory": self.memory and self.memory.to_dict(),
+            "decode": self.decode and self.decode.to_dict(),
+        }
+
+
+def run_grid(
+    model: nn.Module, tokenizer: Any, grid: Grid, on_turn: Callable[[], object] = lambda: None
+) -> Iterator[Cell]:
+    """Measure each cell of a grid, on held-out prose; the model is dense again when the iterator ends.
+
+    Args:
+        model: a causal language model that is not pruned.
+        tokenizer: of the model.
+        grid: what to measure.
+        on_turn: called after each turn, at least `2 * pairs` times for each cell.
+
+    Raises:
+        StagePruneError: if the model cannot be pruned in this way.
+    """
+    device = model.get_input_embeddings().weight.device  # type: ignore[operator]
+    for ratio in grid.ratios:
+        with prune(model, PrefillOnlyPruning(ratio, grid.layers)) as handle:
+            skipped = len(handle.report().skipped_layers)
+            for batch in grid.batches:
+                for length in grid.lengths:
+                    rows = [prompt_of(tokenizer, length, start=row * length) for row in range(batch)]
+                    input_ids = torch.tensor(rows, device=device)
+                    warm_up(handle, input_ids)
+                    memory = prefill_memory(handle, input_ids) if grid.prefill else None
+                    turns = alternate(
+                        handle, input_ids, grid.new_tokens, pairs=grid.pairs, seconds=grid.seconds, on_turn=on_turn
+                    )
+                    prefill = prefill_speed(handle, length, turns) if grid.prefill else None
+                    decode = decode_speed(turns) if grid.new_tokens > 1 else None
+                    yield Cell(ratio, skipped, batch, length, len(turns), prefill, memory, decode)

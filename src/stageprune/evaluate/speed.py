@@ -1,0 +1,164 @@
+"""Speed of a pruned model against its dense self.
+
+Both are measured through the call that a user makes, `model.generate()`, on the same model object in the same process:
+a dense turn runs inside `handle.dense()`. Turns alternate, and which goes first alternates, too, so that a machine
+that slows down or is shared slows both; the speed-up is the median over pairs of neighbouring turns. The ideal
+speed-up beside it is the ratio of the floating-point operations, attention included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stageprune.evaluate.clock import TimedAnswer, timed_generate
+from stageprune.evaluate.memory import peak_bytes
+from stageprune.evaluate.spread import Spread
+from stageprune.pruning import Handle
+
+
+@dataclass(frozen=True)
+class PrefillSpeed:
+    """Time to the first token: `generate(max_new_tokens=1)`, or the first token of a longer answer.
+
+    Attributes:
+        dense_s: of the dense model, in seconds.
+        pruned_s: of the pruned model, in seconds.
+        speedup: dense over pruned, per pair of turns.
+        ideal_speedup: if time went by floating-point operations alone.
+    """
+
+    dense_s: Spread
+    pruned_s: Spread
+    speedup: Spread
+    ideal_speedup: float
+
+    @property
+    def achieved(self) -> float:
+        """The share of the ideal speed-up that was measured."""
+        return self.speedup.median / self.ideal_speedup
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready data."""
+        return {
+            "dense_s": self.dense_s.to_dict(),
+            "pruned_s": self.pruned_s.to_dict(),
+            "speedup": self.speedup.to_dict(),
+            "ideal_speedup": self.ideal_speedup,
+            "achieved": self.achieved,
+        }
+
+
+@dataclass(frozen=True)
+class DecodeSpeed:
+    """Generation after the first token.
+
+    Attributes:
+        dense_tokens_per_s: of the dense model, all rows of the batch together.
+        pruned_tokens_per_s: likewise, pruned.
+        speedup: pruned over dense, per pair of turns.
+    """
+
+    dense_tokens_per_s: Spread
+    pruned_tokens_per_s: Spread
+    speedup: Spread
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready data."""
+        return {
+            "dense_tokens_per_s": self.dense_tokens_per_s.to_dict(),
+            "pruned_tokens_per_s": self.pruned_tokens_per_s.to_dict(),
+            "speedup": self.speedup.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class PrefillMemory:
+    """Peak memory of `generate(max_new_tokens=1)` on top of the weights, in bytes; None where it is not known."""
+
+    dense_bytes: int | None
+    pruned_bytes: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready data."""
+        return {"dense_bytes": self.dense_bytes, "pruned_bytes": self.pruned_bytes}
+
+
+Pair = tuple[TimedAnswer, TimedAnswer]
+"""A dense and a pruned turn, one right after the other."""
+
+
+def alternate(
+    handle: Handle,
+    input_ids: torch.Tensor,
+    new_tokens: int = 1,
+    *,
+    pairs: int = 5,
+    seconds: float = 0.0,
+    on_turn: Callable[[], object] = lambda: None,
+) -> list[Pair]:
+    """Dense and pruned turns in alternation, on the same prompt.
+
+    Args:
+        handle: of the pruned model.
+        input_ids: the prompt, `[batch, length]`.
+        new_tokens: generated in each turn.
+        pairs: how many pairs of turns, at least.
+        seconds: how long to go on, at least: short turns need many pairs for a steady median. No more than ten
+            times `pairs` are run.
+        on_turn: called after each turn, such as to advance a progress bar.
+    """
+    start = time.perf_counter()
+    results: list[Pair] = []
+    while len(results) < pairs or (time.perf_counter() - start < seconds and len(results) < 10 * pairs):
+        order = (True, False) if len(results) % 2 == 0 else (False, True)
+        turns = {}
+        for dense in order:
+            turns[dense] = _turn(handle, input_ids, new_tokens, dense)
+            on_turn()
+        results.append((turns[True], turns[False]))
+    return results
+
+
+def warm_up(handle: Handle, input_ids: torch.Tensor) -> None:
+    """One turn of each kind, whose time does not count: first calls allocate, choose kernels and fill caches."""
+    for dense in (True, False):
+        _turn(handle, input_ids, 1, dense)
+
+
+def prefill_speed(handle: Handle, prompt_length: int, pairs: list[Pair]) -> PrefillSpeed:
+    """The time to the first token in `alternate()`'s results on prompts of `prompt_length` tokens."""
+    dense = [turn.first_token_s for turn, _ in pairs]
+    pruned = [turn.first_token_s for _, turn in pairs]
+    ratios = [slow / fast for slow, fast in zip(dense, pruned, strict=True)]
+    ideal = handle.report(prompt_length).ideal_speedup
+    return PrefillSpeed(Spread.of(dense), Spread.of(pruned), Spread.of(ratios), ideal)
+
+
+def decode_speed(pairs: list[Pair]) -> DecodeSpeed | None:
+    """The speed after the first token in `alternate()`'s results; None if a turn generated one token only."""
+    dense = [turn.tokens_per_s for turn, _ in pairs if turn.tokens_per_s is not None]
+    pruned = [turn.tokens_per_s for _, turn in pairs if turn.tokens_per_s is not None]
+    if len(dense) < len(pairs) or len(pruned) < len(pairs):
+        return None
+    ratios = [fast / slow for slow, fast in zip(dense, pruned, strict=True)]
+    return DecodeSpeed(Spread.of(dense), Spread.of(pruned), Spread.of(ratios))
+
+
+def prefill_memory(handle: Handle, input_ids: torch.Tensor) -> PrefillMemory:
+    """Peak memory of encoding the prompt `[batch, length]` and choosing the first token; see `peak_bytes`."""
+    dense, pruned = (
+        peak_bytes(lambda dense=dense: _turn(handle, input_ids, 1, dense), input_ids.device)  # type: ignore[misc]
+        for dense in (True, False)
+    )
+    return PrefillMemory(dense, pruned)
+
+
+def _turn(handle: Handle, input_ids: torch.Tensor, new_tokens: int, dense: bool) -> TimedAnswer:
+    with handle.dense() if dense else nullcontext():
+        return timed_generate(handle.model, input_ids, new_tokens, stop_early=False)

@@ -1,0 +1,1 @@
+"""Where things are in each architecture, and the proof that they are there."""

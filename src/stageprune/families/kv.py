@@ -1,0 +1,213 @@
+"""How each architecture turns the hidden states that enter a decoder layer into the keys and values it caches.
+
+A `KVProjection` repeats what a layer's own attention does up to `cache.update`, without the query (Eq. 14 of
+arXiv 2602.03295): norm, K and V projection, key norm, rotary embedding. One class per shape of attention; which class
+(and which variant of it) fits a layer is not believed but checked, see `verify.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+KeysValues: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+KeyNorm: TypeAlias = Literal["none", "per head", "all heads", "after rotary"]
+
+_INPUT_NORMS = ("ln_attn", "input_layernorm")
+_KEY_NORMS = ("k_norm", "key_layernorm", "k_layernorm", "key_norm")
+
+
+class KVProjection(Protocol):
+    """Keys and values of a layer from the hidden states that enter it."""
+
+    def __call__(self, layer: nn.Module, hidden_states: torch.Tensor, positions: Any) -> KeysValues:
+        """Project.
+
+        Args:
+            layer: the decoder layer whose weights are used.
+            hidden_states: its input, `[batch, length, hidden_size]`.
+            positions: the rotary embedding `(cos, sin)` of these rows, each `[batch or 1, length, rotary_dim]`;
+                None where the architecture has none.
+
+        Returns:
+            Keys and values as the layer caches them, each `[batch, num_key_value_heads, length, head_dim]`.
+        """
+        ...
+
+    def weights(self, layer: nn.Module) -> int:
+        """How many weights each token is multiplied with."""
+        ...
+
+
+def candidates(layer: nn.Module) -> Iterator[KVProjection]:
+    """The descriptions that could fit a layer, likeliest first; none when the layer has no attention we know."""
+    attention = getattr(layer, "self_attn", None)
+    if attention is not None and hasattr(attention, "k_proj") and hasattr(attention, "v_proj"):
+        for rotary in (True, False):
+            for key_norm in _key_norms(attention):
+                yield SeparateKV(rotary=rotary, key_norm=key_norm)
+    if attention is not None and hasattr(attention, "qkv_proj"):
+        yield FusedKV()
+    attention = getattr(layer, "attention", None)
+    if attention is not None and hasattr(attention, "query_key_value"):
+        yield InterleavedKV()
+    attention = getattr(layer, "self_attention", None)
+    if attention is not None and hasattr(attention, "query_key_value") and hasattr(attention, "_split_heads"):
+        yield FalconKV()
+
+
+@dataclass(frozen=True)
+class SeparateKV:
+    """Llama-shaped attention: `self_attn.k_proj` and `v_proj`, after `input_layernorm` where there is one.
+
+    Args:
+        rotary: whether keys are rotated (SmolLM3 and Cohere2 have layers without positions).
+        key_norm: where the key norm sits: per head (Qwen3, Gemma3, Cohere), over all heads at once before they are
+            split (OLMo2), or per head after the rotary embedding (HunYuan).
+    """
+
+    rotary: bool = True
+    key_norm: KeyNorm = "none"
+
+    def __call__(self, layer: nn.Module, hidden_states: torch.Tensor, positions: Any) -> KeysValues:
+        """Project; see `KVProjection`."""
+        attention: Any = layer.self_attn
+        normed = _input_norm(layer)(hidden_states)
+        shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
+        keys = attention.k_proj(normed)
+        values = attention.v_proj(normed).view(shape).transpose(1, 2)
+        norm = _key_norm_module(attention)
+        if self.key_norm == "all heads":
+            keys = norm(keys)
+        keys = keys.view(shape)
+        if self.key_norm == "per head":
+            keys = norm(keys)
+        keys = keys.transpose(1, 2)
+        if self.rotary:
+            keys = _rotate(attention, keys, positions)
+        if self.key_norm == "after rotary":
+            keys = norm(keys)
+        return keys, values
+
+    def weights(self, layer: nn.Module) -> int:
+        """See `KVProjection`."""
+        attention: Any = layer.self_attn
+        return attention.k_proj.in_features * (attention.k_proj.out_features + attention.v_proj.out_features)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class FusedKV:
+    """Phi3-shaped attention: one `qkv_proj` whose output is all queries, then all keys, then all values."""
+
+    def __call__(self, layer: nn.Module, hidden_states: torch.Tensor, positions: Any) -> KeysValues:
+        """Project; see `KVProjection`."""
+        attention: Any = layer.self_attn
+        normed = _input_norm(layer)(hidden_states)
+        config = attention.config
+        queries = config.num_attention_heads * attention.head_dim
+        fused = _linear_rows(attention.qkv_proj, normed, slice(queries, None))
+        keys, values = fused.chunk(2, dim=-1)
+        shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
+        keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+        return _rotate(attention, keys, positions), values
+
+    def weights(self, layer: nn.Module) -> int:
+        """See `KVProjection`."""
+        attention: Any = layer.self_attn
+        queries = attention.config.num_attention_heads * attention.head_dim
+        return attention.qkv_proj.in_features * (attention.qkv_proj.out_features - queries)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class InterleavedKV:
+    """GPT-NeoX-shaped attention: one `query_key_value` whose output holds query, key and value head by head."""
+
+    def __call__(self, layer: nn.Module, hidden_states: torch.Tensor, positions: Any) -> KeysValues:
+        """Project; see `KVProjection`."""
+        attention: Any = layer.attention
+        normed = _input_norm(layer)(hidden_states)
+        head_dim = attention.head_size
+        rows = torch.arange(attention.query_key_value.out_features, device=normed.device)
+        rows = rows.view(-1, 3, head_dim)[:, 1:].reshape(-1)
+        fused = _linear_rows(attention.query_key_value, normed, rows)
+        fused = fused.view(*hidden_states.shape[:-1], -1, 2 * head_dim).transpose(1, 2)
+        keys, values = fused.chunk(2, dim=-1)
+        return _rotate(attention, keys, positions), values
+
+    def weights(self, layer: nn.Module) -> int:
+        """See `KVProjection`."""
+        attention: Any = layer.attention
+        linear = attention.query_key_value
+        return linear.in_features * linear.out_features * 2 // 3  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class FalconKV:
+    """Falcon-shaped attention: one `query_key_value`, split by the module's own `_split_heads`."""
+
+    def __call__(self, layer: nn.Module, hidden_states: torch.Tensor, positions: Any) -> KeysValues:
+        """Project; see `KVProjection`."""
+        attention: Any = layer.self_attention
+        _, keys, values = attention._split_heads(attention.query_key_value(_input_norm(layer)(hidden_states)))
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        return (keys if positions is None else _rotate(attention, keys, positions)), values
+
+    def weights(self, layer: nn.Module) -> int:
+        """See `KVProjection`."""
+        attention: Any = layer.self_attention
+        linear = attention.query_key_value
+        return linear.in_features * linear.out_features  # type: ignore[no-any-return]
+
+
+def _input_norm(layer: nn.Module) -> Any:
+    """The norm in front of the attention; none where norms follow their block (OLMo2)."""
+    for name in _INPUT_NORMS:
+        norm = getattr(layer, name, None)
+        if norm is not None:
+            return norm
+    return nn.Identity()
+
+
+def _key_norm_module(attention: nn.Module) -> Any:
+    for name in _KEY_NORMS:
+        norm = getattr(attention, name, None)
+        if norm is not None:
+            return norm
+    return None
+
+
+def _key_norms(attention: Any) -> tuple[KeyNorm, ...]:
+    """The places where the key norm may sit, by the shape of its weight."""
+    norm = _key_norm_module(attention)
+    if norm is None or getattr(attention, "use_qk_norm", True) is False:
+        return ("none",)
+    weight = getattr(norm, "weight", None)
+    if weight is not None and weight.ndim == 1 and weight.numel() != attention.head_dim:
+        return ("all heads",)
+    return ("per head", "after rotary")
+
+
+def _rotate(attention: nn.Module, keys: torch.Tensor, positions: Any) -> torch.Tensor:
+    """Apply the attention module's own rotary embedding to the keys, `[batch, heads, length, head_dim]`."""
+    cos, sin = positions
+    rotate: Callable[..., KeysValues] = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+    rotary_dim = cos.shape[-1]
+    no_queries = keys[:, :0]
+    if rotary_dim >= keys.shape[-1]:
+        return rotate(no_queries, keys, cos, sin)[1]
+    rotated = rotate(no_queries[..., :rotary_dim], keys[..., :rotary_dim], cos, sin)[1]
+    return torch.cat((rotated, keys[..., rotary_dim:]), dim=-1)
+
+
+def _linear_rows(linear: nn.Module, inputs: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Only these output features of a linear layer; a wrapped or quantized one computes all and is sliced."""
+    if type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks:
+        bias = None if linear.bias is None else linear.bias[rows]
+        return F.linear(inputs, linear.weight[rows], bias)
+    return linear(inputs)[..., rows]  # type: ignore[no-any-return]

@@ -1,0 +1,149 @@
+"""Check the description of each layer against the layer itself, before anything relies on it.
+
+A few tokens go through the model as they always do. In each layer to verify, the keys and values that the layer hands
+to its cache are compared with those of the candidate descriptions, and its output for the last rows with what comes
+out when only these rows run behind projected keys and values. So a misdescribed architecture, a patched attention or
+an argument whose rows we would select wrongly is found when pruning begins, not in the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stageprune.errors import UnsupportedModelError
+from stageprune.families.caches import PrefixedCache, RecordingCache
+from stageprune.families.calls import LayerCall, LayerSignature, execution_device
+from stageprune.families.decoder import Decoder, refuse_recurrent, refuse_shared_kv
+from stageprune.families.kv import KVProjection, candidates
+from stageprune.overrides import MethodOverride
+
+_LENGTH, _PREFILL = 5, 3
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_LOW_PRECISION_TOLERANCE = 0.03
+
+
+@dataclass(frozen=True)
+class VerifiedLayer:
+    """What is known of one decoder layer.
+
+    Attributes:
+        index: zero-based.
+        layer: the module.
+        project: its keys and values from the hidden states that enter it.
+        signature: the arguments of its forward.
+        extra_outputs: how many outputs follow the hidden states (0: it returns a bare tensor).
+    """
+
+    index: int
+    layer: nn.Module
+    project: KVProjection
+    signature: LayerSignature
+    extra_outputs: int
+
+
+@torch.no_grad()
+def verify_layers(decoder: Decoder, indices: Iterable[int]) -> dict[int, VerifiedLayer]:
+    """Find and check the description of these layers.
+
+    Raises:
+        UnsupportedModelError: names the first layer that no description fits, and the difference.
+    """
+    refuse_shared_kv(decoder.config)
+    verified: dict[int, VerifiedLayer] = {}
+    overrides = []
+    for index in indices:
+        layer = decoder.layers[index]
+        refuse_recurrent(index, layer)
+        if next(candidates(layer), None) is None:
+            raise UnsupportedModelError(
+                f"layer {index} ({type(layer).__name__}): no description fits its attention; known are self_attn with "
+                "k_proj and v_proj, or a fused qkv_proj or query_key_value"
+            )
+        overrides.append((layer, _Verifier(decoder, index, verified)))
+    active = [MethodOverride(layer, "forward", verifier) for layer, verifier in overrides]
+    try:
+        embedding: Any = decoder.model.get_input_embeddings()  # type: ignore[operator]
+        device = execution_device(embedding) or embedding.weight.device
+        vocabulary = decoder.config.vocab_size
+        tokens = torch.arange(1, _LENGTH + 1, device=device)[None] % vocabulary
+        decoder.body(input_ids=tokens, use_cache=False)
+    finally:
+        for override in active:
+            override.remove()
+    missing = [index for index in indices if index not in verified]
+    if missing:
+        raise UnsupportedModelError(f"layer {missing[0]} was not run by {type(decoder.body).__name__}")
+    return verified
+
+
+class _Verifier:
+    """Stands in for one layer's forward during the check, and returns what the layer returns."""
+
+    def __init__(self, decoder: Decoder, index: int, verified: dict[int, VerifiedLayer]) -> None:
+        self._index = index
+        self._layer = decoder.layers[index]
+        self._signature = LayerSignature(self._layer, decoder.config)
+        self._verified = verified
+        self._name = f"layer {index} ({type(self._layer).__name__})"
+
+    def __call__(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        call = self._signature.bind(args, kwargs)
+        cache = RecordingCache()
+        output = forward(**call.decode_rows(call.hidden_states, cache, 0, _LENGTH))
+        if cache.keys is None or cache.values is None:
+            raise UnsupportedModelError(f"{self._name} hands no keys and values to its cache")
+        project = self._matching(call, cache)
+        extra = len(output) - 1 if isinstance(output, tuple) else 0
+        self._check_decode_rows(forward, call, cache, output)
+        self._verified[self._index] = VerifiedLayer(self._index, self._layer, project, self._signature, extra)
+        return output
+
+    def _matching(self, call: LayerCall, cache: RecordingCache) -> KVProjection:
+        positions = call.positions(slice(0, _LENGTH), _LENGTH)
+        differences = []
+        for project in candidates(self._layer):
+            try:
+                keys, values = project(self._layer, call.hidden_states, positions)
+            except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+                differences.append(f"{project}: {error}")
+                continue
+            difference = _difference("keys", keys, cache.keys) or _difference("values", values, cache.values)
+            if not difference:
+                return project
+            differences.append(f"{project}: {difference}")
+        raise UnsupportedModelError(
+            f"{self._name}: its own keys and values do not agree with any description of its architecture. "
+            + "; ".join(differences)
+        )
+
+    def _check_decode_rows(self, forward: Any, call: LayerCall, cache: RecordingCache, output: Any) -> None:
+        assert cache.keys is not None
+        assert cache.values is not None
+        prefix = PrefixedCache(None, cache.keys[..., :_PREFILL, :], cache.values[..., :_PREFILL, :])
+        rows = call.hidden_states[:, _PREFILL:]
+        part = forward(**call.decode_rows(rows, prefix, _PREFILL, _LENGTH))
+        part, whole = (out[0] if isinstance(out, tuple) else out for out in (part, output))
+        difference = _difference("outputs", part, whole[:, _PREFILL:])
+        if difference:
+            raise UnsupportedModelError(
+                f"{self._name}: its last rows come out differently when they run behind projected keys and values: "
+                f"{difference}"
+            )
+
+
+def _difference(what: str, ours: torch.Tensor, theirs: torch.Tensor | None) -> str | None:
+    """A description of how far apart two tensors are, or None if they agree to rounding."""
+    assert theirs is not None
+    if ours.shape != theirs.shape:
+        return f"{what} have shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
+    scale = theirs.abs().max().double().item()
+    off = (ours.double() - theirs.double()).abs().max().item()
+    allowed = _TOLERANCE.get(theirs.dtype, _LOW_PRECISION_TOLERANCE) * scale
+    if off <= allowed:
+        return None
+    return f"{what} differ by up to {off:.3g} where the largest is {scale:.3g} (allowed: {allowed:.1g})"

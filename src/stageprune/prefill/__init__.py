@@ -1,0 +1,1 @@
+"""Prefill-only pruning: which layers the prompt skips, and what a skipped layer still does."""

@@ -1,0 +1,139 @@
+"""`prune()` and the handle it returns: attach methods to a model, and take them away again."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Self
+
+from torch import nn
+
+from stageprune.errors import AlreadyPrunedError, SettingError, UnsupportedModelError
+from stageprune.families.decoder import find_decoder
+from stageprune.methods import Method, PrefillOnlyPruning
+from stageprune.overrides import override_owner
+from stageprune.prefill.skip import PrefillPruner
+from stageprune.report import Report, make_report
+from stageprune.stages import StageTracker
+
+
+def prune(model: nn.Module, *methods: Method) -> Handle:
+    """Attach pruning methods to a model, in place; its weights are not touched.
+
+    `model.generate()` is pruned from now on, until the handle is removed or its `with` block ends; then the model is
+    the original again, bit for bit. A plain `model(...)` stays dense, unless it runs inside `handle.stage(prefill=n)`.
+
+    Args:
+        model: a decoder-only causal language model of transformers, in evaluation mode.
+        methods: the settings, such as `PrefillOnlyPruning(ratio=1/3)`; at most one of each kind.
+
+    Returns:
+        The handle: a context manager with `remove()`, `report()` and `stage()`.
+
+    Raises:
+        AlreadyPrunedError: if the model carries a handle already.
+        SettingError: if no method is given, one is given twice, or a setting does not fit the model.
+        UnsupportedModelError: if the model cannot be pruned; the message names the layer and the reason.
+    """
+    _check_methods(methods)
+    model = _unwrapped(model)
+    decoder = find_decoder(model)
+    if any(override_owner(module, "forward") is not None for module in (model, *decoder.layers)):
+        raise AlreadyPrunedError(
+            f"this {type(model).__name__} is pruned already; call remove() on its handle (handle_of(model)) first, "
+            "and pass all methods to one prune() call to combine them"
+        )
+    if model.training:
+        raise UnsupportedModelError(
+            f"this {type(model).__name__} is in training mode; pruning is for inference: call model.eval() first"
+        )
+    return Handle(model, methods)
+
+
+def handle_of(model: nn.Module) -> Handle | None:
+    """The handle that `prune()` returned for this model; None if it is not pruned."""
+    owner = override_owner(_unwrapped(model), "generate")
+    return owner if isinstance(owner, Handle) else None
+
+
+class Handle(AbstractContextManager["Handle"]):
+    """Pruning attached to one model. Made by `prune()`.
+
+    Attributes:
+        model: the pruned model.
+        methods: the settings in force.
+    """
+
+    def __init__(self, model: nn.Module, methods: tuple[Method, ...]) -> None:
+        self.model = model
+        self.methods = methods
+        self._decoder = find_decoder(model)
+        self._tracker = StageTracker(model, owner=self)
+        self._pruners: list[PrefillPruner] = []
+        self._attached = True
+        try:
+            for method in methods:
+                assert isinstance(method, PrefillOnlyPruning)
+                self._pruners.append(PrefillPruner(self._decoder, method, self._tracker))
+        except BaseException:
+            self.remove()
+            raise
+
+    @property
+    def attached(self) -> bool:
+        """Whether the model is still pruned by this handle."""
+        return self._attached
+
+    def remove(self) -> None:
+        """Give the model back unchanged. Doing so twice is harmless."""
+        for pruner in reversed(self._pruners):
+            pruner.detach()
+        self._pruners.clear()
+        self._tracker.detach()
+        self._attached = False
+
+    def stage(self, prefill: int) -> AbstractContextManager[None]:
+        """Say the stages of the `model(...)` calls inside the block, for callers that drive `forward` themselves.
+
+        The first `prefill` new positions of each call encode the context and may be pruned; the rest are decode. To
+        score a continuation after a context of N tokens: `prefill = N - 1`, and `logits_to_keep` for the rest. For a
+        chunk of context that is not the last: all its positions; the logits are then empty.
+
+        Raises:
+            StageError: if `prefill` is no count, or (in the call) logits of pruned positions are asked for.
+        """
+        return self._tracker.stage(prefill)
+
+    def dense(self) -> AbstractContextManager[None]:
+        """Inside the block the model is dense, without detaching: `generate()` and `forward` alike."""
+        return self._tracker.dense()
+
+    def report(self, prompt_length: int = 2048) -> Report:
+        """What is skipped, and what it saves on a prompt of `prompt_length` tokens."""
+        skipped = [pruner.skipped for pruner in self._pruners]
+        free = [pruner.context_free for pruner in self._pruners]
+        return make_report(self._decoder, self.methods, skipped, free, prompt_length)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def _check_methods(methods: tuple[Method, ...]) -> None:
+    if not methods:
+        raise SettingError("no method given; for instance prune(model, PrefillOnlyPruning(ratio=1/3))")
+    for method in methods:
+        if not isinstance(method, PrefillOnlyPruning):
+            raise SettingError(f"expected a method such as PrefillOnlyPruning(...), got {type(method).__name__}")
+    kinds = [method.kind for method in methods]
+    if len(set(kinds)) != len(kinds):
+        raise SettingError(f"each method can be given once, got {', '.join(kinds)}")
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PEFT wrapper; adapters stay in force, as they sit in the layers."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]

@@ -1,0 +1,259 @@
+"""Which of the new positions of a forward pass encode the context (prefill), and which generate (decode).
+
+A forward pass over `q` new positions has one number: `prefill`, how many leading positions are context encoding. The
+rest are decode. Inside `generate()` it follows from absolute positions alone: a prompt that ends at position `N`
+(positions already in the cache count) has its last token at `N - 1`; every position before that is prefill, that one
+and all later ones are decode (the boundary rule of arXiv 2602.03295, section 3.3). So the rule is the same for a plain
+prompt, its chunks, a further turn on an existing cache, beams, and the verification of speculated tokens. It is never
+guessed from `q > 1`.
+
+Outside `generate()` a forward pass is dense, unless the caller says otherwise with `StageTracker.stage`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from stageprune.errors import PromptError, StageError
+from stageprune.overrides import MethodOverride
+
+CACHE_NAMES = ("past_key_values", "cache", "layer_past", "past_key_value")
+"""What the argument that carries the K/V cache is called: transformers renamed it in 5.24, some families differ."""
+
+
+@dataclass
+class Stage:
+    """The stages of one forward pass.
+
+    Attributes:
+        prefill: how many leading positions encode the context.
+        boundary: whether position `prefill` is the last token of the prompt.
+        carry: what the layers of this one pass hand to each other; gone when the pass ends.
+    """
+
+    prefill: int
+    boundary: bool = False
+    carry: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Prompt:
+    """A running `generate()`: where its prompt ends, and whether the prompt's last token has been processed."""
+
+    length: int
+    encoded: bool = False
+
+
+class _PerThread(threading.local):
+    """Stage state of one thread: two threads may run the same pruned model."""
+
+    def __init__(self) -> None:
+        self.prompts: list[_Prompt] = []
+        self.explicit: list[Stage] = []
+        self.stage: Stage | None = None
+        self.dense = False
+
+
+class StageTracker:
+    """Knows the stage of every forward pass of one model, by standing in front of its `generate` and `forward`.
+
+    Args:
+        model: the causal language model.
+        owner: what `override_owner` shall answer for the model's methods.
+    """
+
+    def __init__(self, model: nn.Module, owner: Any = None) -> None:
+        self._state = _PerThread()
+        self._parameters = _positional_names(model)
+        self._max_length = getattr(_text_config(model), "max_position_embeddings", None)
+        wrappers = {"forward": self._forward, "generate": self._generate, "generate_batch": self._generate_batch}
+        self._overrides = [
+            MethodOverride(model, name, wrapper, owner) for name, wrapper in wrappers.items() if hasattr(model, name)
+        ]
+
+    def detach(self) -> None:
+        """Give the model its own methods back."""
+        for override in reversed(self._overrides):
+            override.remove()
+
+    @property
+    def current(self) -> Stage | None:
+        """The stages of the forward pass that this thread is in; None outside one and in dense passes."""
+        return self._state.stage
+
+    @contextmanager
+    def stage(self, prefill: int) -> Iterator[None]:
+        """Declare the stages of the forward passes inside the block: the first `prefill` new positions are context.
+
+        Raises:
+            StageError: if `prefill` is no non-negative integer.
+        """
+        if isinstance(prefill, bool) or not isinstance(prefill, int) or prefill < 0:
+            raise StageError(f"prefill counts positions: a non-negative integer, got {prefill!r}")
+        self._state.explicit.append(Stage(prefill))
+        try:
+            yield
+        finally:
+            self._state.explicit.pop()
+
+    @contextmanager
+    def dense(self) -> Iterator[None]:
+        """`generate()` and forward passes inside the block are dense."""
+        outer, self._state.dense = self._state.dense, True
+        try:
+            yield
+        finally:
+            self._state.dense = outer
+
+    # -- generate() ---------------------------------------------------------------------------------------------------
+
+    def _generate(self, generate: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._state.dense:
+            return generate(*args, **kwargs)
+        length = prompt_length(*args, **kwargs)
+        if length == 0:
+            raise PromptError("the prompt is empty; pass at least one token")
+        if self._max_length is not None and length > self._max_length:
+            raise PromptError(
+                f"the prompt has {length} tokens, more than the model's context of {self._max_length} "
+                "(max_position_embeddings); shorten the prompt"
+            )
+        self._state.prompts.append(_Prompt(length))
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            self._state.prompts.pop()
+
+    def _generate_batch(self, generate_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._state.dense:
+            return generate_batch(*args, **kwargs)
+        raise StageError(
+            "continuous batching (generate_batch, cache_implementation='paged') packs several prompts into one row, "
+            "which stageprune cannot prune; call generate() with a padded batch, or remove the handle first"
+        )
+
+    # -- forward() ----------------------------------------------------------------------------------------------------
+
+    # Stages are Python state that changes from call to call. The compiler runs this function as it is and compiles what
+    # it calls; a traced copy of the bookkeeping could be executed twice, or once too few.
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    def _forward(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._state
+        if state.dense:
+            return forward(*args, **kwargs)
+        if state.explicit:
+            call = dict(zip(self._parameters, args, strict=False)) | kwargs
+            stage = self._explicit_stage(state.explicit[-1].prefill, call)
+        elif state.prompts:
+            call = dict(zip(self._parameters, args, strict=False)) | kwargs
+            stage = _generate_stage(state.prompts[-1], call)
+        else:
+            return forward(*args, **kwargs)
+        outer, state.stage = state.stage, stage
+        try:
+            return forward(**call)
+        finally:
+            state.stage = outer
+
+    def _explicit_stage(self, prefill: int, call: dict[str, Any]) -> Stage:
+        length = _new_positions(call)
+        if prefill > length:
+            raise StageError(f"stage(prefill={prefill}) but the forward pass has only {length} new position(s)")
+        if prefill:
+            if call.get("labels") is not None:
+                raise StageError("labels need logits at every position; the pruned positions have none")
+            if "logits_to_keep" in self._parameters:
+                call["logits_to_keep"] = _logits_of_decode_rows(call.get("logits_to_keep", 0), prefill, length)
+        return Stage(prefill, boundary=0 < prefill < length)
+
+
+def prompt_length(*args: Any, **kwargs: Any) -> int:
+    """Where the prompt given to `generate(*args, **kwargs)` ends, counted from the start of the cache, in tokens.
+
+    Follows `generate()`: `inputs_embeds` always hold the whole sequence; `input_ids` hold the whole sequence, too,
+    unless the attention mask is longer than they are, which says that they are new tokens on top of a cache.
+    """
+    embeddings = kwargs.get("inputs_embeds")
+    if embeddings is not None:
+        return int(embeddings.shape[1])
+    ids = args[0] if args else kwargs.get("inputs")
+    ids = kwargs.get("input_ids") if ids is None else ids
+    if ids is None:
+        return 1  # generate() starts from the beginning-of-sequence token
+    mask = kwargs.get("attention_mask")
+    past = _past_length(kwargs)
+    new_only = past > 0 and mask is not None and mask.shape[1] != ids.shape[1]
+    return int(ids.shape[1]) + (past if new_only else 0)
+
+
+def _generate_stage(prompt: _Prompt, call: dict[str, Any]) -> Stage:
+    """The stages of one forward pass inside `generate()`, by absolute positions."""
+    cache = _cache(call)
+    if prompt.encoded and cache is not None:
+        return Stage(0)
+    past, length = _past_length(call), _new_positions(call)
+    last = prompt.length - 1
+    prompt.encoded = past + length > last
+    return Stage(prefill=min(max(last - past, 0), length), boundary=past <= last < past + length)
+
+
+def _logits_of_decode_rows(keep: int | torch.Tensor, prefill: int, length: int) -> int | torch.Tensor:
+    """`logits_to_keep` for the decode rows that remain, or an error if a pruned position's logits are asked for."""
+    decode = length - prefill
+    if isinstance(keep, torch.Tensor):
+        if keep.ndim != 1 or keep.dtype == torch.bool:
+            raise StageError("with pruned positions, logits_to_keep must be a number or a 1-D tensor of positions")
+        positions = torch.where(keep < 0, keep + length, keep)
+        if positions.numel() and int(positions.min()) < prefill:
+            raise StageError(
+                f"logits_to_keep asks for position {int(positions.min())}, but positions 0 to {prefill - 1} are "
+                "pruned and have no logits"
+            )
+        return positions - prefill
+    if decode == 0 and keep == 0:
+        return 0  # a chunk of context: there are no logits, and none were asked for
+    if keep == 0 or keep > decode:
+        asked = f"all {length} positions (logits_to_keep=0)" if keep == 0 else f"the last {keep} positions"
+        raise StageError(
+            f"logits of {asked} were asked for, but the first {prefill} of {length} are pruned and have none; "
+            + (f"pass logits_to_keep={decode} or less" if decode else "leave logits_to_keep out")
+        )
+    return keep
+
+
+def _positional_names(model: nn.Module) -> list[str]:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _cache(call: dict[str, Any]) -> Any:
+    for name in CACHE_NAMES:
+        if call.get(name) is not None:
+            return call[name]
+    return None
+
+
+def _past_length(call: dict[str, Any]) -> int:
+    cache = _cache(call)
+    return 0 if cache is None else int(cache.get_seq_length())
+
+
+def _new_positions(call: dict[str, Any]) -> int:
+    tokens = call.get("input_ids")
+    tokens = call.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None:
+        raise StageError("the forward pass has neither input_ids nor inputs_embeds")
+    return int(tokens.shape[1])

@@ -1,0 +1,23 @@
+"""What all tests share: no network, a fair share of the CPU cores, and the demo model."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+
+from stageprune.models import LoadedModel, load
+
+# Each pytest-xdist worker is a process of its own, and torch would give each of them all cores.
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, (os.cpu_count() or 1) // _WORKERS))
+
+
+@pytest.fixture(scope="session")
+def demo() -> LoadedModel:
+    """The demo model in float32 and its tokenizer, from the user's cache. Shared: leave them as they are."""
+    return load("demo", dtype="float32")
