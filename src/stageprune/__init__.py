@@ -1,5 +1,7 @@
 """stageprune: prune each stage of inference in the way that stage tolerates."""
 
+from typing import TYPE_CHECKING, Any
+
 from stageprune.errors import (
     AlreadyPrunedError,
     ModelLoadError,
@@ -13,11 +15,15 @@ from stageprune.methods import PrefillOnlyPruning
 from stageprune.pruning import Handle, handle_of, prune
 from stageprune.report import Report
 
+if TYPE_CHECKING:
+    from stageprune.models import LoadedModel, load
+
 __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyPrunedError",
     "Handle",
+    "LoadedModel",
     "ModelLoadError",
     "PrefillOnlyPruning",
     "PromptError",
@@ -27,5 +33,15 @@ __all__ = [
     "StagePruneError",
     "UnsupportedModelError",
     "handle_of",
+    "load",
     "prune",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the loaders when they are asked for: they bring in transformers, which takes seconds."""
+    if name in ("LoadedModel", "load"):
+        from stageprune import models
+
+        return getattr(models, name)
+    raise AttributeError(f"module 'stageprune' has no attribute {name!r}")
