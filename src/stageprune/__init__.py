@@ -11,7 +11,7 @@ from stageprune.errors import (
     StagePruneError,
     UnsupportedModelError,
 )
-from stageprune.methods import PrefillOnlyPruning
+from stageprune.methods import OnlineChannelPruning, PrefillOnlyPruning
 from stageprune.pruning import Handle, handle_of, prune
 from stageprune.report import Report
 

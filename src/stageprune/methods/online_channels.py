@@ -1,0 +1,109 @@
+"""The settings of online channel pruning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self, TypeAlias, get_args
+
+from stageprune.errors import SettingError
+from stageprune.methods.base import Method, choice, count, layer_indices, share
+
+Selection: TypeAlias = Literal["partition", "fixed", "full", "gate"]
+PrefillRule: TypeAlias = Literal["candidates", "budget", "dense"]
+Scope: TypeAlias = Literal["batch", "sequence"]
+BackendName: TypeAlias = Literal["auto", "masked", "sliced", "indexed"]
+
+
+@dataclass(frozen=True)
+class OnlineChannelPruning(Method):
+    """Prune FFN channels online: the prompt partitions them, each generated token picks (arXiv 2602.06822).
+
+    Per layer, the prompt's activations rank the `intermediate_size` channels and split them into retained ones (always
+    active), candidates (each token activates the best of them) and pruned ones (never computed for this prompt).
+
+    Args:
+        ratio: the paper's overall target: share of the attention and FFN parameters that is not used, 0 <= ratio < 1.
+            All of it is taken from the FFN, so the MLP ratio is higher (Table 8).
+        mlp_ratio: sets the MLP ratio r directly: 1 - r of the channels are active; overrides `ratio`.
+        partition_fraction: the paper's gamma: share of the channels that are candidates. The partition's half-width
+            delta is half of it (the paper never writes the relation; for the reading delta = gamma give 2 * gamma).
+        pruned_share: share of the channels pruned by the prompt, instead of the paper's r - delta.
+        selection: how a token's channels are chosen: `"partition"` (the method), `"fixed"` (the prompt's choice for all
+            tokens: Variant 1), `"full"` (all channels rescored: Variant 2), or beyond the paper `"gate"`: by the
+            activated gate alone, so that up and down projections are computed only for what was chosen.
+        prefill: channels active in the prompt itself: `"candidates"` (retained and candidates), `"budget"` (the best
+            1 - r), `"dense"`.
+        scope: `"batch"`: one partition and one choice per step for the whole batch (the paper's formula);
+            `"sequence"`: each sequence its own, as if it were alone.
+        backend: what runs the FFN of generated tokens: `"masked"` (no speed-up), `"sliced"`, `"indexed"`, `"auto"`.
+        refresh: repartition every so many generated tokens, from the statistics of the prompt and those tokens.
+        ratios: MLP ratios layer by layer; overrides `ratio` and `mlp_ratio`.
+        protect: layers that stay dense.
+        multiple: round the number of retained, computed and active channels up to a multiple of this.
+
+    Raises:
+        SettingError: on a wrong type or value.
+    """
+
+    kind: ClassVar[str] = "online-channel-pruning"
+
+    ratio: float = 0.2
+    mlp_ratio: float | None = None
+    partition_fraction: float = 0.1
+    pruned_share: float | None = None
+    selection: Selection = "partition"
+    prefill: PrefillRule = "candidates"
+    scope: Scope = "batch"
+    backend: BackendName = "auto"
+    refresh: int | None = None
+    ratios: Sequence[float] | None = None
+    protect: Sequence[int] = ()
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ratio", share("ratio", self.ratio))
+        for name in ("mlp_ratio", "pruned_share"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, share(name, getattr(self, name)))
+        object.__setattr__(self, "partition_fraction", _fraction(self.partition_fraction))
+        choice("selection", self.selection, get_args(Selection))
+        choice("prefill", self.prefill, get_args(PrefillRule))
+        choice("scope", self.scope, get_args(Scope))
+        choice("backend", self.backend, get_args(BackendName))
+        count("multiple", self.multiple)
+        if self.refresh is not None:
+            count("refresh", self.refresh)
+        if self.ratios is not None:
+            if isinstance(self.ratios, str) or not isinstance(self.ratios, Sequence):
+                raise SettingError(f"ratios must list one MLP ratio per layer, got {type(self.ratios).__name__}")
+            object.__setattr__(self, "ratios", tuple(share("ratios", ratio) for ratio in self.ratios))
+        if isinstance(self.protect, str) or not isinstance(self.protect, Sequence):
+            raise SettingError(f"protect must list layer indices, got {type(self.protect).__name__}")
+        object.__setattr__(self, "protect", layer_indices("protect", self.protect))
+
+    @property
+    def delta(self) -> float:
+        """Half-width of the partition around the MLP ratio (paper, section 3.3)."""
+        return self.partition_fraction / 2
+
+    @classmethod
+    def preset(cls, name: str) -> Self:
+        """Settings by name; see `docs/channels.md` for what each costs and gains.
+
+        Raises:
+            SettingError: for an unknown name.
+        """
+        if name not in PRESETS:
+            raise SettingError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
+        return cls.from_dict(PRESETS[name])
+
+
+PRESETS: dict[str, dict[str, object]] = {"paper": {}}
+"""Named settings. `paper` is the faithful default."""
+
+
+def _fraction(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise SettingError(f"partition_fraction must satisfy 0 <= partition_fraction <= 1, got {value!r}")
+    return float(value)

@@ -1,0 +1,59 @@
+"""The settings of prefill-only pruning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
+
+from stageprune.errors import SettingError
+from stageprune.methods.base import Method, flag, layer_indices, share
+
+LayerRule: TypeAlias = Literal["last", "first", "interleaved"]
+
+
+@dataclass(frozen=True)
+class PrefillOnlyPruning(Method):
+    """Skip deep layers while the prompt is encoded; only their keys and values are projected (arXiv 2602.03295).
+
+    The last prompt token and every generated token go through the full model.
+
+    Args:
+        ratio: share of the decoder layers to skip, 0 <= ratio < 1; the count is `floor(ratio * num_hidden_layers)`,
+            which gives the paper's 10 of 32, 12 of 36 and 16 of 48. Not used when `layers` lists indices.
+        layers: which layers: `"last"` (the paper's rule), `"first"` or `"interleaved"` (its ablations, Table 3), or
+            explicit zero-based indices.
+        kv_projection: `False` writes no keys and values for the skipped layers ("w/o independent KV projections",
+            Table 3): an ablation, for single prompts on a dynamic cache.
+        boundary: `False` sends the last prompt token through the pruned model as well ("w/o boundary handling",
+            Table 3): an ablation.
+
+    Raises:
+        SettingError: on a wrong type or value.
+    """
+
+    kind: ClassVar[str] = "prefill-only-pruning"
+
+    ratio: float = 1 / 3
+    layers: LayerRule | Sequence[int] = "last"
+    kv_projection: bool = True
+    boundary: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ratio", share("ratio", self.ratio))
+        object.__setattr__(self, "layers", _layer_choice(self.layers))
+        for name in ("kv_projection", "boundary"):
+            flag(name, getattr(self, name))
+
+
+def _layer_choice(value: Any) -> LayerRule | tuple[int, ...]:
+    """A rule's name unchanged, or explicit indices as a sorted tuple."""
+    if isinstance(value, str):
+        if value in get_args(LayerRule):
+            return value  # type: ignore[return-value]
+        raise SettingError(f"layers must be one of {get_args(LayerRule)} or a list of layer indices, got {value!r}")
+    if not isinstance(value, Sequence):
+        raise SettingError(
+            f"layers must be one of {get_args(LayerRule)} or a list of layer indices, got {type(value).__name__}"
+        )
+    return layer_indices("layers", value)
