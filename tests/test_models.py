@@ -22,7 +22,8 @@ from torch import nn
 import tiny
 from stageprune.errors import ModelLoadError
 from stageprune.models import LoadedModel, gguf_file, load
-from stageprune.models.cache import cache_directory, fingerprint
+from stageprune.models.cache import fingerprint
+from stageprune.user_cache import cache_directory
 
 
 @pytest.fixture(scope="session")

@@ -239,7 +239,7 @@ def test_generate_called_while_generating(llama) -> None:
     assert torch.equal(sequences, expected)
 
 
-# -- forward() outside generate() ---------------------------------------------------------------------------------------
+# -- forward() outside generate() ---
 
 
 @torch.no_grad()
@@ -349,7 +349,7 @@ def test_where_a_prompt_ends() -> None:
     assert prompt_length(inputs_embeds=torch.zeros(1, 5, 3)) == 5
 
 
-# -- properties -----------------------------------------------------------------------------------------------------------
+# -- properties ---
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -25,6 +25,7 @@ __all__ = [
     "Handle",
     "LoadedModel",
     "ModelLoadError",
+    "OnlineChannelPruning",
     "PrefillOnlyPruning",
     "PromptError",
     "Report",

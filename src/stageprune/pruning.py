@@ -8,9 +8,10 @@ from typing import Self
 
 from torch import nn
 
+from stageprune.channels.pruner import ChannelPruner
 from stageprune.errors import AlreadyPrunedError, SettingError, UnsupportedModelError
 from stageprune.families.decoder import find_decoder
-from stageprune.methods import Method, PrefillOnlyPruning
+from stageprune.methods import Method, OnlineChannelPruning, PrefillOnlyPruning
 from stageprune.overrides import override_owner
 from stageprune.prefill.skip import PrefillPruner
 from stageprune.report import Report, make_report
@@ -69,12 +70,15 @@ class Handle(AbstractContextManager["Handle"]):
         self.methods = methods
         self._decoder = find_decoder(model)
         self._tracker = StageTracker(model, owner=self)
-        self._pruners: list[PrefillPruner] = []
+        self._prefill: PrefillPruner | None = None
+        self._channels: ChannelPruner | None = None
         self._attached = True
         try:
             for method in methods:
-                assert isinstance(method, PrefillOnlyPruning)
-                self._pruners.append(PrefillPruner(self._decoder, method, self._tracker))
+                if isinstance(method, PrefillOnlyPruning):
+                    self._prefill = PrefillPruner(self._decoder, method, self._tracker)
+                elif isinstance(method, OnlineChannelPruning):
+                    self._channels = ChannelPruner(self._decoder, method, self._tracker)
         except BaseException:
             self.remove()
             raise
@@ -86,9 +90,9 @@ class Handle(AbstractContextManager["Handle"]):
 
     def remove(self) -> None:
         """Give the model back unchanged. Doing so twice is harmless."""
-        for pruner in reversed(self._pruners):
-            pruner.detach()
-        self._pruners.clear()
+        for pruner in (self._channels, self._prefill):
+            if pruner is not None:
+                pruner.detach()
         self._tracker.detach()
         self._attached = False
 
@@ -110,9 +114,7 @@ class Handle(AbstractContextManager["Handle"]):
 
     def report(self, prompt_length: int = 2048) -> Report:
         """What is skipped, and what it saves on a prompt of `prompt_length` tokens."""
-        skipped = [pruner.skipped for pruner in self._pruners]
-        free = [pruner.context_free for pruner in self._pruners]
-        return make_report(self._decoder, self.methods, skipped, free, prompt_length)
+        return make_report(self._decoder, self.methods, self._prefill, self._channels, prompt_length)
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +129,7 @@ def _check_methods(methods: tuple[Method, ...]) -> None:
     if not methods:
         raise SettingError("no method given; for instance prune(model, PrefillOnlyPruning(ratio=1/3))")
     for method in methods:
-        if not isinstance(method, PrefillOnlyPruning):
+        if not isinstance(method, (PrefillOnlyPruning, OnlineChannelPruning)):
             raise SettingError(f"expected a method such as PrefillOnlyPruning(...), got {type(method).__name__}")
     kinds = [method.kind for method in methods]
     if len(set(kinds)) != len(kinds):

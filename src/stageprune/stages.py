@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,13 +36,19 @@ class Stage:
 
     Attributes:
         prefill: how many leading positions encode the context.
+        length: how many new positions the pass has.
         boundary: whether position `prefill` is the last token of the prompt.
+        call: the arguments of the model's forward.
         carry: what the layers of this one pass hand to each other; gone when the pass ends.
+        memory: what methods remember of the sequences in the K/V cache; lives and dies with the cache.
     """
 
     prefill: int
-    boundary: bool = False
+    length: int
+    boundary: bool
+    call: dict[str, Any]
     carry: dict[Any, Any] = field(default_factory=dict)
+    memory: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -57,7 +64,7 @@ class _PerThread(threading.local):
 
     def __init__(self) -> None:
         self.prompts: list[_Prompt] = []
-        self.explicit: list[Stage] = []
+        self.explicit: list[int] = []
         self.stage: Stage | None = None
         self.dense = False
 
@@ -72,6 +79,7 @@ class StageTracker:
 
     def __init__(self, model: nn.Module, owner: Any = None) -> None:
         self._state = _PerThread()
+        self._memories: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._parameters = _positional_names(model)
         self._max_length = getattr(_text_config(model), "max_position_embeddings", None)
         wrappers = {"forward": self._forward, "generate": self._generate, "generate_batch": self._generate_batch}
@@ -98,7 +106,7 @@ class StageTracker:
         """
         if isinstance(prefill, bool) or not isinstance(prefill, int) or prefill < 0:
             raise StageError(f"prefill counts positions: a non-negative integer, got {prefill!r}")
-        self._state.explicit.append(Stage(prefill))
+        self._state.explicit.append(prefill)
         try:
             yield
         finally:
@@ -151,17 +159,29 @@ class StageTracker:
             return forward(*args, **kwargs)
         if state.explicit:
             call = dict(zip(self._parameters, args, strict=False)) | kwargs
-            stage = self._explicit_stage(state.explicit[-1].prefill, call)
+            stage = self._explicit_stage(state.explicit[-1], call)
         elif state.prompts:
             call = dict(zip(self._parameters, args, strict=False)) | kwargs
             stage = _generate_stage(state.prompts[-1], call)
         else:
             return forward(*args, **kwargs)
+        cache = _cache(call)
+        if cache is not None:
+            stage.memory = self._memories.setdefault(cache, {})
         outer, state.stage = state.stage, stage
         try:
-            return forward(**call)
+            output = forward(**call)
         finally:
             state.stage = outer
+        if cache is None and stage.memory:
+            self._remember(output, stage)
+        return output
+
+    def _remember(self, output: Any, stage: Stage) -> None:
+        """Keep the memory of a pass that began without a cache, if the model made one."""
+        cache = _cache(output) if isinstance(output, Mapping) else None
+        if cache is not None:
+            self._memories[cache] = stage.memory
 
     def _explicit_stage(self, prefill: int, call: dict[str, Any]) -> Stage:
         length = _new_positions(call)
@@ -172,7 +192,7 @@ class StageTracker:
                 raise StageError("labels need logits at every position; the pruned positions have none")
             if "logits_to_keep" in self._parameters:
                 call["logits_to_keep"] = _logits_of_decode_rows(call.get("logits_to_keep", 0), prefill, length)
-        return Stage(prefill, boundary=0 < prefill < length)
+        return Stage(prefill, length, boundary=0 < prefill < length, call=call)
 
 
 def prompt_length(*args: Any, **kwargs: Any) -> int:
@@ -196,13 +216,13 @@ def prompt_length(*args: Any, **kwargs: Any) -> int:
 
 def _generate_stage(prompt: _Prompt, call: dict[str, Any]) -> Stage:
     """The stages of one forward pass inside `generate()`, by absolute positions."""
-    cache = _cache(call)
-    if prompt.encoded and cache is not None:
-        return Stage(0)
-    past, length = _past_length(call), _new_positions(call)
-    last = prompt.length - 1
+    length = _new_positions(call)
+    if prompt.encoded and _cache(call) is not None:
+        return Stage(0, length, boundary=False, call=call)
+    past, last = _past_length(call), prompt.length - 1
     prompt.encoded = past + length > last
-    return Stage(prefill=min(max(last - past, 0), length), boundary=past <= last < past + length)
+    prefill = min(max(last - past, 0), length)
+    return Stage(prefill, length, boundary=past <= last < past + length, call=call)
 
 
 def _logits_of_decode_rows(keep: int | torch.Tensor, prefill: int, length: int) -> int | torch.Tensor:
@@ -239,7 +259,7 @@ def _text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _cache(call: dict[str, Any]) -> Any:
+def _cache(call: Mapping[str, Any]) -> Any:
     for name in CACHE_NAMES:
         if call.get(name) is not None:
             return call[name]

@@ -39,11 +39,19 @@ def bench(
         Literal["prefill", "decode", "all"],
         typer.Option("--what", help="The time to the first token and its memory, the tokens after it, or both."),
     ] = "prefill",
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Pairs of dense and pruned turns, at least.")] = 5,
+    repeats: Annotated[
+        Any,
+        typer.Option("--repeats", parser=parse.count, metavar="N", help="Pairs of dense and pruned turns, at least."),
+    ] = "5",
     seconds: Annotated[
-        float,
-        typer.Option("--seconds", min=0, max=3600, help="To spend on each row, at least: steadier short prompts."),
-    ] = 3,
+        Any,
+        typer.Option(
+            "--seconds",
+            parser=parse.seconds,
+            metavar="S",
+            help="To spend on each row, at least: steadier short prompts.",
+        ),
+    ] = "3",
     dtype: options.Dtype = "bfloat16",
     device: options.Device = None,
     threads: options.Threads = None,

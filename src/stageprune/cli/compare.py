@@ -10,8 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from stageprune.cli import options, prompts, show
-from stageprune.cli.common import console, load_model, output, progress, set_threads
+from stageprune.cli import options, parse, prompts, show
+from stageprune.cli.common import load_model, output, progress, set_threads
 
 if TYPE_CHECKING:
     from stageprune.evaluate.comparison import Comparison
@@ -25,11 +25,15 @@ def compare(
     model: options.Model = "demo",
     file: options.PromptFile = None,
     chat: options.Chat = None,
-    length: Annotated[int, typer.Option("--length", min=1, help="Tokens of the built-in prompt.")] = 2000,
-    max_new_tokens: options.MaxNewTokens = 48,
+    length: Annotated[
+        Any, typer.Option("--length", parser=parse.count, metavar="N", help="Tokens of the built-in prompt.")
+    ] = "2000",
+    max_new_tokens: options.MaxNewTokens = "48",
     ratio: options.Ratio = None,
     layers: options.Layers = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Pairs of dense and pruned turns to time.")] = 5,
+    repeats: Annotated[
+        Any, typer.Option("--repeats", parser=parse.count, metavar="N", help="Pairs of dense and pruned turns to time.")
+    ] = "5",
     dtype: options.Dtype = "bfloat16",
     device: options.Device = None,
     threads: options.Threads = None,

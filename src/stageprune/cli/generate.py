@@ -17,19 +17,19 @@ def generate(
     model: options.Model = "demo",
     file: options.PromptFile = None,
     chat: options.Chat = None,
-    max_new_tokens: options.MaxNewTokens = 256,
+    max_new_tokens: options.MaxNewTokens = "256",
     ratio: options.Ratio = None,
     layers: options.Layers = None,
     dense: Annotated[bool, typer.Option("--dense", help="Do not prune.")] = False,
     temperature: Annotated[
         float,
         typer.Option("--temperature", "-t", parser=parse.temperature, metavar="T", help="0: always the likeliest."),
-    ] = 0,  # type: ignore[assignment]
+    ] = 0,
     top_p: Annotated[
         float, typer.Option("--top-p", parser=parse.top_p, metavar="P", help="Sample from the likeliest tokens only.")
-    ] = 1,  # type: ignore[assignment]
+    ] = 1,
     seed: Annotated[
-        int | None, typer.Option("--seed", min=0, max=2**63 - 1, help="Of the sampling.", show_default=False)
+        Any, typer.Option("--seed", parser=parse.seed, metavar="N", help="Of the sampling.", show_default=False)
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = None,
@@ -67,7 +67,7 @@ def generate(
     with ExitStack() as stack:
         handle = None if dense else stack.enter_context(prune(loaded.model, method))
         if not as_json:
-            sampling["streamer"] = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)  # type: ignore[arg-type]
+            sampling["streamer"] = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
         input_ids = torch.tensor([tokens], device=loaded.model.device)
         answer = timed_generate(loaded.model, input_ids, max_new_tokens, **sampling)
         report = handle.report(len(tokens)) if handle else None

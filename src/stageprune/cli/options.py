@@ -31,7 +31,9 @@ Chat = Annotated[
         show_default=False,
     ),
 ]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Length of an answer at most.")]
+MaxNewTokens = Annotated[
+    Any, typer.Option("--max-new-tokens", "-n", parser=parse.count, metavar="N", help="Length of an answer at most.")
+]
 Ratio = Annotated[
     float | None,
     typer.Option(
@@ -62,7 +64,7 @@ Device = Annotated[
     typer.Option("--device", help="cpu, cuda, cuda:1, ..., or auto to spread the model.", show_default="cpu"),
 ]
 Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, max=4096, help="Threads of the CPU.", show_default=False)
+    Any, typer.Option("--threads", parser=parse.count, metavar="N", help="Threads of the CPU.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on the output.")]
 

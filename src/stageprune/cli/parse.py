@@ -13,7 +13,10 @@ from stageprune.methods import LayerRule
 DTYPES = {
     "auto": "auto",
     **{name: name for name in ("float64", "float32", "bfloat16", "float16")},
-    **{"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
+    "fp64": "float64",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
 }
 LayerChoice = LayerRule | tuple[int, ...]
 Number = TypeVar("Number", int, float)
@@ -66,6 +69,30 @@ def counts(text: str) -> tuple[int, ...]:
             raise typer.BadParameter(f"{text!r} is no list of positive numbers such as 32,128,512")
         values.append(int(part))
     return _distinct(text, values)
+
+
+def count(text: str) -> int:
+    """One positive whole number."""
+    return _whole(text, 1)
+
+
+def seed(text: str) -> int:
+    """A whole number that a random generator can start from."""
+    return _whole(text, 0)
+
+
+def seconds(text: str) -> float:
+    """A time of up to an hour."""
+    value = _number(text)
+    if not 0 <= value <= 3600:
+        raise typer.BadParameter(f"{text!r} is not from 0 to 3600 seconds")
+    return value
+
+
+def _whole(text: str, least: int) -> int:
+    if not re.fullmatch(r"\s*\d{1,18}\s*", text, re.ASCII) or int(text) < least:
+        raise typer.BadParameter(f"{text!r} is no whole number of at least {least}")
+    return int(text)
 
 
 def ratios(text: str) -> tuple[float, ...]:

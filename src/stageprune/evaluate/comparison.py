@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,13 +83,13 @@ def compare(
         pairs: of turns for the time to the first token; the answers before them are the warm-up.
         on_turn: called after each step, such as to advance a progress bar; see `turns_of`.
     """
-    answers = []
-    for dense in (True, False):
-        with handle.dense() if dense else nullcontext():
-            answers.append(timed_generate(handle.model, input_ids, max_new_tokens))
-        on_turn()
-    agreement = teacher_forced_agreement(handle, input_ids, answers[0].tokens)
+    with handle.dense():
+        dense = timed_generate(handle.model, input_ids, max_new_tokens)
+    on_turn()
+    pruned = timed_generate(handle.model, input_ids, max_new_tokens)
+    on_turn()
+    agreement = teacher_forced_agreement(handle, input_ids, dense.tokens)
     on_turn()
     turns = alternate(handle, input_ids, pairs=pairs, on_turn=on_turn)
     length = input_ids.shape[1]
-    return Comparison(handle.report(length), prefill_speed(handle, length, turns), *answers, agreement)
+    return Comparison(handle.report(length), prefill_speed(handle, length, turns), dense, pruned, agreement)

@@ -55,7 +55,7 @@ def support_of_config(config: Any, method: PrefillOnlyPruning) -> Support:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # a configuration can be wrong in as many ways as there are architectures
+    except Exception as error:  # noqa: BLE001 - a configuration can be wrong in as many ways as there are architectures
         text = " ".join(str(error).split())
         return Support(None, False, reason=f"no decoder language model can be built from it: {text[:300]}")
     return support_of_model(model, method)

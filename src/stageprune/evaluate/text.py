@@ -32,7 +32,7 @@ def held_out_text(topic: str | None = None) -> str:
         topic: which held-out topic comes first, such as `"objects"`; no effect if this Python has no such topic.
     """
     paragraphs = list(_split()[1])
-    first = next(_prose(_reference.topics.get(topic, "")), None)
+    first = next(_prose(_reference.topics.get(topic or "", "")), None)
     start = paragraphs.index(first) if first in paragraphs else 0
     return "\n\n".join(paragraphs[start:] + paragraphs[:start])
 

@@ -20,29 +20,13 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from stageprune.errors import ModelLoadError
+from stageprune.user_cache import cache_directory
 
 FORMAT = 1
 """Raise it whenever the same source would be built differently: folders of other formats are not used."""
 
 _MANIFEST = "manifest.json"
 _WINDOWS, _WINDOW_BYTES = 64, 64 * 1024
-
-
-def cache_directory() -> Path:
-    """Where stageprune keeps what it builds: `$STAGEPRUNE_CACHE`, else the platform's cache directory.
-
-    Raises:
-        ModelLoadError: if no variable names a directory and the user has no home.
-    """
-    if own := os.environ.get("STAGEPRUNE_CACHE"):
-        return Path(own).absolute()
-    xdg = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(xdg):  # the XDG specification says to ignore relative ones
-        return Path(xdg) / "stageprune"
-    try:
-        return Path.home() / ".cache" / "stageprune"
-    except RuntimeError as error:
-        raise ModelLoadError(f"no cache directory: {error} Set STAGEPRUNE_CACHE to a folder.") from error
 
 
 def fingerprint(path: Path) -> str:

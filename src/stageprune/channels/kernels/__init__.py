@@ -1,0 +1,1 @@
+"""What runs the FFN of decode rows: one small interface, several ways."""

@@ -1,0 +1,58 @@
+"""What a backend is given and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from stageprune.channels.partition import Partition
+from stageprune.families.ffn import FFN
+from stageprune.methods.online_channels import Selection
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One FFN and what its channels weigh.
+
+    Attributes:
+        ffn: the module, taken apart.
+        column_norms: `||W_down[:, i]||`, `[h]`, float32 or better.
+        up_norms: `||W_up[i]||`, `[h]`.
+        selection: how a token's channels are chosen.
+    """
+
+    ffn: FFN
+    column_norms: torch.Tensor
+    up_norms: torch.Tensor
+    selection: Selection
+
+
+class Backend(Protocol):
+    """Runs the FFN of decode rows with only some channels."""
+
+    name: ClassVar[str]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that it adds to the weights, for as long as the model is pruned."""
+        ...
+
+    def bind(self, partition: Partition) -> Any:
+        """What it keeps for a prompt, such as copies of weight rows; freed with the K/V cache."""
+        ...
+
+    def run(self, inputs: torch.Tensor, partition: Partition, bound: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The FFN's output and the channels picked.
+
+        Args:
+            inputs: `[batch, rows, hidden_size]`; every row is a decode position with its own choice.
+            partition: of one group (shared by the batch) or of `batch` groups.
+            bound: what `bind` returned for it.
+
+        Returns:
+            Outputs `[batch, rows, hidden_size]`, and the picked channels `[groups, rows, K]` in ascending order; None
+            where nothing is picked.
+        """
+        ...

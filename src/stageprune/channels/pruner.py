@@ -1,0 +1,181 @@
+"""Online channel pruning, attached to one model (arXiv 2602.06822, section 3).
+
+Each FFN is called with the rows of one pass. Prefill rows are computed on all channels up to the down projection, add
+to the layer's statistics, and go through the down projection with the channels that the setting allows them. Decode
+rows run with the partition that those statistics give, each with its own choice.
+
+What a layer remembers, sums of squares and the partition, belongs to the sequences in the K/V cache: it continues over
+chunks and turns and is freed with the cache. A layer that has seen no prefill row (a prompt of one token, or a layer
+that prefill-only pruning skips) has no partition and stays dense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stageprune.channels.kernels.base import Backend, Layer
+from stageprune.channels.kernels.choose import make_backend
+from stageprune.channels.partition import Partition, partition, squares
+from stageprune.channels.real_tokens import real_tokens
+from stageprune.channels.sizes import Sizes, attention_parameters, mlp_ratio_of, sizes_of
+from stageprune.errors import SettingError
+from stageprune.families.costs import linear_weights
+from stageprune.families.decoder import Decoder
+from stageprune.families.ffn import FFN, describe_ffn
+from stageprune.methods import OnlineChannelPruning
+from stageprune.overrides import MethodOverride
+from stageprune.stages import Stage, StageTracker
+
+
+@dataclass
+class Memory:
+    """What one layer remembers of the sequences in a cache.
+
+    Attributes:
+        sums: of squared activations over prefill rows, `[groups, h]`.
+        partition: from them; None when they changed.
+        bound: what the backend keeps for the partition.
+        picked: of every decode row so far, `[groups, rows, K]` each; kept only while tracking.
+    """
+
+    sums: torch.Tensor | None = None
+    partition: Partition | None = None
+    bound: Any = None
+    picked: list[torch.Tensor] = field(default_factory=list)
+
+
+class ChannelPruner:
+    """See the module's docstring.
+
+    Attributes:
+        layers: the pruned FFNs by layer index.
+
+    Raises:
+        SettingError: if the setting does not fit the model.
+        UnsupportedModelError: if a layer's FFN cannot be described.
+    """
+
+    def __init__(self, decoder: Decoder, method: OnlineChannelPruning, tracker: StageTracker) -> None:
+        self.method = method
+        self.layers: dict[int, PrunedFFN] = {}
+        self._overrides: list[MethodOverride] = []
+        _check_layers(method, len(decoder.layers))
+        for index, module in enumerate(decoder.layers):
+            if index in method.protect or _requested(method, index) == 0:
+                continue
+            ffn = describe_ffn(index, module)
+            sizes = sizes_of(ffn.intermediate_size, _mlp_ratio(method, index, decoder, ffn), method)
+            if not sizes.dense:
+                self.layers[index] = PrunedFFN(index, ffn, sizes, method, tracker)
+        for layer in self.layers.values():
+            self._overrides.append(MethodOverride(layer.ffn.module, "forward", layer, owner=self))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that the backends add to the weights."""
+        return sum(layer.backend.weight_bytes for layer in self.layers.values())
+
+    def detach(self) -> None:
+        """Give the FFNs their own forward back."""
+        for override in reversed(self._overrides):
+            override.remove()
+        self._overrides.clear()
+        self.layers.clear()
+
+
+class PrunedFFN:
+    """Stands in for the forward of one FFN."""
+
+    def __init__(self, index: int, ffn: FFN, sizes: Sizes, method: OnlineChannelPruning, tracker: StageTracker) -> None:
+        self.index = index
+        self.ffn = ffn
+        self.sizes = sizes
+        self._method = method
+        self._tracker = tracker
+        self._column_norms = _norms(ffn.down.weight, 0)
+        layer = Layer(ffn, self._column_norms, _norms(ffn.up.weight, 1), method.selection)
+        self.backend: Backend = make_backend(method, layer)
+        self.tracking = False
+
+    def __call__(self, forward: Any, inputs: torch.Tensor) -> Any:
+        """Answer one call of the FFN: `[batch, rows, hidden_size]`."""
+        stage = self._tracker.current
+        if stage is None:
+            return forward(inputs)
+        return self._staged(forward, stage, inputs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _staged(self, forward: Any, stage: Stage, inputs: torch.Tensor) -> torch.Tensor:
+        memory: Memory = stage.memory.setdefault(("channels", self.index), Memory())
+        # Skipped layers are called with the pass's decode rows only.
+        prefill = max(0, inputs.shape[1] - (stage.length - stage.prefill))
+        outputs = []
+        if prefill:
+            outputs.append(self._prefill(stage, memory, inputs[:, :prefill]))
+        if prefill < inputs.shape[1]:
+            rows = inputs[:, prefill:]
+            outputs.append(forward(rows) if memory.sums is None else self._decode(memory, rows))
+        result: torch.Tensor = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return result
+
+    def _prefill(self, stage: Stage, memory: Memory, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.ffn.hidden(inputs)
+        real = real_tokens(stage)
+        sums = squares(hidden, None if real is None else real[:, : inputs.shape[1]])
+        if self._method.scope == "batch":
+            sums = sums.sum(0, keepdim=True)
+        memory.sums = sums if memory.sums is None else memory.sums + sums
+        memory.partition = memory.bound = None
+        if self._method.prefill != "dense":
+            sizes = self.sizes
+            keep = sizes.computed if self._method.prefill == "candidates" else sizes.active
+            hidden = hidden.masked_fill(~self._partition(memory).keep(keep), 0)
+        outputs: torch.Tensor = self.ffn.down(hidden)
+        return outputs
+
+    def _decode(self, memory: Memory, inputs: torch.Tensor) -> torch.Tensor:
+        parts = self._partition(memory)
+        if memory.bound is None:
+            memory.bound = self.backend.bind(parts)
+        outputs: torch.Tensor
+        outputs, picked = self.backend.run(inputs, parts, memory.bound)
+        if self.tracking and picked is not None:
+            memory.picked.append(picked)
+        return outputs
+
+    def _partition(self, memory: Memory) -> Partition:
+        if memory.partition is None:
+            assert memory.sums is not None
+            memory.partition = partition(memory.sums, self._column_norms, self.sizes)
+        return memory.partition
+
+
+def _norms(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """L2 norms along one axis, in float32 or better."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    norms: torch.Tensor = torch.linalg.vector_norm(weight.detach(), dim=dim, dtype=dtype)
+    return norms
+
+
+def _requested(method: OnlineChannelPruning, index: int) -> float:
+    if method.ratios is not None:
+        return method.ratios[index]
+    return method.ratio if method.mlp_ratio is None else method.mlp_ratio
+
+
+def _mlp_ratio(method: OnlineChannelPruning, index: int, decoder: Decoder, ffn: FFN) -> float:
+    requested = _requested(method, index)
+    if method.ratios is not None or method.mlp_ratio is not None:
+        return requested
+    return mlp_ratio_of(requested, attention_parameters(decoder.config), linear_weights(ffn.module))
+
+
+def _check_layers(method: OnlineChannelPruning, count: int) -> None:
+    if method.ratios is not None and len(method.ratios) != count:
+        raise SettingError(f"ratios lists {len(method.ratios)} layers, but the model has {count}")
+    outside = [index for index in method.protect if index >= count]
+    if outside:
+        raise SettingError(f"protect names layer {outside[0]}, but the model has {count} layers, 0 to {count - 1}")

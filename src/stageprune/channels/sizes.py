@@ -1,0 +1,101 @@
+"""How many channels are retained, candidates, pruned and picked (arXiv 2602.06822, sections 3.3 and A.1)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from stageprune.errors import SettingError
+from stageprune.methods import OnlineChannelPruning
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of channels of one FFN.
+
+    Attributes:
+        total: `intermediate_size`, h.
+        retained: |R|, always active.
+        candidates: |C|, decided anew for each token.
+        active: the budget, |R| + K.
+    """
+
+    total: int
+    retained: int
+    candidates: int
+    active: int
+
+    @property
+    def computed(self) -> int:
+        """|R| + |C|: channels whose gate and up projections a token computes."""
+        return self.retained + self.candidates
+
+    @property
+    def pruned(self) -> int:
+        """|P|: channels never computed for this prompt."""
+        return self.total - self.computed
+
+    @property
+    def picked(self) -> int:
+        """K: candidates that a token activates."""
+        return self.active - self.retained
+
+    @property
+    def dense(self) -> bool:
+        """Whether every channel is active."""
+        return self.active == self.total
+
+
+def sizes_of(total: int, mlp_ratio: float, method: OnlineChannelPruning) -> Sizes:
+    """The sizes for an FFN of `total` channels: |R| = (1-r-d)h, |C| = 2dh, |P| = (r-d)h, and 1-r of h active.
+
+    Where r - d < 0 nothing is pruned, where r + d > 1 nothing is retained; the number of active channels stays. Each
+    number is rounded to nearest, then up to `method.multiple`.
+    """
+    if mlp_ratio == 0:
+        return Sizes(total, total, 0, total)
+    delta = method.delta if method.pruned_share is None else mlp_ratio - method.pruned_share
+    pruned = min(max(_round((mlp_ratio - delta) * total), 0), total)
+    computed = _up(total - pruned, method.multiple, total)
+    active = min(_up(max(_round((1 - mlp_ratio) * total), 1), method.multiple, total), max(computed, 1))
+    retained = min(_up(max(_round((1 - mlp_ratio - delta) * total), 0), method.multiple, total), active)
+    computed = max(computed, active)
+    return Sizes(total, retained, computed - retained, active)
+
+
+def mlp_ratio_of(ratio: float, attention: int, ffn: int) -> float:
+    """The MLP ratio that removes `ratio` of attention and FFN parameters from the FFN alone (Table 8, section 1.8).
+
+    Args:
+        ratio: the overall target.
+        attention: parameters of a layer's attention projections.
+        ffn: parameters of a layer's FFN (of the active routed experts).
+
+    Raises:
+        SettingError: if the FFN is too small to give that much.
+    """
+    result = ratio * (attention + ffn) / ffn
+    if result >= 1:
+        raise SettingError(
+            f"ratio={ratio} cannot come from the FFN alone: it holds {ffn / (attention + ffn):.0%} of the layer; "
+            "choose less, or set mlp_ratio"
+        )
+    return result
+
+
+def attention_parameters(config: Any) -> int:
+    """Weights of the attention projections of one layer, from a model's shape."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(2 * config.hidden_size * head_dim * (heads + kv_heads))
+
+
+def _round(value: float) -> int:
+    """To nearest, halves up; a floating-point error short of a half counts as a half."""
+    return math.floor(value + 0.5 + 1e-9)
+
+
+def _up(value: int, multiple: int, most: int) -> int:
+    return min(-(-value // multiple) * multiple, most)

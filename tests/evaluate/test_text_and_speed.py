@@ -1,0 +1,88 @@
+"""The built-in text, and the bookkeeping of measurements (never their absolute values)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import stageprune as sp
+from helpers import tokens
+from stageprune.evaluate.agreement import equal_share, first_difference, teacher_forced_agreement
+from stageprune.evaluate.memory import peak_bytes
+from stageprune.evaluate.speed import alternate, decode_speed, prefill_speed
+from stageprune.evaluate.spread import Spread
+from stageprune.evaluate.text import calibration_text, held_out_text, prompt_of
+from zoo import BY_NAME
+
+
+@pytest.fixture(scope="module")
+def model():
+    return BY_NAME["llama"].build(torch.float32, "sdpa")
+
+
+def test_held_out_text_shares_no_paragraph_with_calibration_text() -> None:
+    calibration, held_out = (set(text.split("\n\n")) for text in (calibration_text(), held_out_text()))
+    assert not calibration & held_out
+    assert len(calibration_text()) > 3 * len(held_out_text()) > 60_000
+    assert calibration_text() == calibration_text()
+
+
+@pytest.mark.parametrize("question", [None, "What is this?"])
+@pytest.mark.parametrize("length", [64, 1000, 20_000])
+def test_prompts_have_exactly_the_length(demo, question, length: int) -> None:
+    prompt = prompt_of(demo.tokenizer, length, question)
+    assert len(prompt) == length
+    assert prompt != prompt_of(demo.tokenizer, length, question, start=50)
+    text = demo.tokenizer.decode(prompt)
+    assert (question or "") in text
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.5, True, None, "9"])
+def test_wrong_lengths(demo, length) -> None:
+    with pytest.raises(sp.PromptError, match="positive number of tokens"):
+        prompt_of(demo.tokenizer, length)
+
+
+def test_turns_alternate_and_both_kinds_are_real(model) -> None:
+    seen = []
+    with sp.prune(model, sp.PrefillOnlyPruning(0.5)) as handle:
+        hook = model.model.layers[5].mlp.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+        pairs = alternate(handle, tokens(1, 20), new_tokens=3, pairs=2)
+        hook.remove()
+        speed, decode = prefill_speed(handle, 20, pairs), decode_speed(pairs)
+        assert speed.ideal_speedup == handle.report(20).ideal_speedup
+    prompts = [rows for index, rows in enumerate(seen) if index % 3 == 0]
+    assert sorted(prompts) == [1, 1, 20, 20], "two dense prompts through the last layer, two pruned ones"
+    assert prompts[0] != prompts[1]
+    assert speed.achieved == pytest.approx(speed.speedup.median / speed.ideal_speedup)
+    assert decode is not None
+
+
+def test_spread() -> None:
+    spread = Spread.of([3.0, 1.0, 2.0, 5.0, 4.0])
+    assert spread.median == 3
+    assert spread.to_dict()["median"] == 3
+
+
+def test_peak_memory_of_a_pruned_prompt_is_not_higher(model) -> None:
+    ids = tokens(1, 200)
+    with sp.prune(model, sp.PrefillOnlyPruning(0.5)) as handle:
+
+        def run() -> None:
+            model.generate(ids, max_new_tokens=1, do_sample=False)
+
+        pruned = peak_bytes(run, torch.device("cpu"))
+        with handle.dense():
+            dense = peak_bytes(run, torch.device("cpu"))
+    assert 0 < pruned <= dense
+
+
+def test_agreement_by_hand(model) -> None:
+    assert equal_share([1, 2, 3], [1, 9, 3, 4]) == 0.5
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+    assert first_difference([1, 2], [1, 2]) is None
+    ids = tokens(1, 12)
+    with sp.prune(model, sp.PrefillOnlyPruning(0)) as handle:
+        answer = model.generate(ids, max_new_tokens=5, do_sample=False)[:, 12:]
+        assert teacher_forced_agreement(handle, ids, answer) == 1
+        assert teacher_forced_agreement(handle, ids, (answer + 1) % 60) < 1

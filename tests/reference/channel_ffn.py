@@ -1,0 +1,198 @@
+"""Online channel pruning of one FFN the slow, obviously-right way (arXiv 2602.06822, section 1.9 of the digest).
+
+Everything is on explicit tensors, one token at a time where that is clearer:
+
+- `sizes`: how many channels are retained (R), candidates (C) and pruned (P), and how many are active.
+- `add_rows`, `partition`: the prompt's statistics, and the sets that they give.
+- `prefill_row`: the FFN's output for a token of the prompt.
+- `decode_step`: the FFN's outputs for the last token of the prompt and for every later one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Weights:
+    """`down(act(gate(x)) * up(x))`, or without a gate `down(act(up(x)))`; biases may be None."""
+
+    gate: torch.Tensor | None
+    gate_bias: torch.Tensor | None
+    up: torch.Tensor
+    up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+    act: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def channels(self) -> int:
+        return self.down.shape[1]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of channels: in the sets R, C and P, and active for a token."""
+
+    retained: int
+    candidates: int
+    pruned: int
+    active: int
+
+    @property
+    def picked(self) -> int:
+        """K."""
+        return self.active - self.retained
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The prompt's ranking, best first, and the sets cut from it."""
+
+    order: list[int]
+    retained: list[int]
+    candidates: list[int]
+    pruned: list[int]
+    active: int
+
+
+def sizes(channels: int, ratio: float, delta: float, multiple: int = 1) -> Sizes:
+    """The sizes of the sets for the MLP ratio r and the half-width delta (section 1.4).
+
+    Nothing of it reaches below 0 or above `channels`, at least one channel is computed, and no more are active than
+    are computed.
+    """
+    if ratio == 0:
+        return Sizes(channels, 0, 0, channels)
+    pruned = min(max(rounded((ratio - delta) * channels), 0), channels - 1)
+    active = min(max(rounded((1 - ratio) * channels), 1), channels)
+    retained = min(max(rounded((1 - ratio - delta) * channels), 0), channels)
+    computed = rounded_up(channels - pruned, multiple, channels)
+    active = min(rounded_up(active, multiple, channels), computed)
+    retained = min(rounded_up(retained, multiple, channels), active)
+    return Sizes(retained, computed - retained, channels - computed, active)
+
+
+def rounded(value: float) -> int:
+    """To nearest, halves up."""
+    return math.floor(value + 0.5 + 1e-9)
+
+
+def rounded_up(value: int, multiple: int, most: int) -> int:
+    return min(math.ceil(value / multiple) * multiple, most)
+
+
+def ranked(scores: torch.Tensor) -> list[int]:
+    """Channels by descending score; ties by lower index; NaN counts as more than infinity."""
+    values = scores.tolist()
+    return sorted(range(len(values)), key=lambda i: (0, 0.0, i) if math.isnan(values[i]) else (1, -values[i], i))
+
+
+def column_norms(ffn: Weights) -> torch.Tensor:
+    """`c_i`, the norm of what channel i adds per unit of activation."""
+    return torch.linalg.vector_norm(ffn.down.double(), dim=0)
+
+
+def hidden(ffn: Weights, x: torch.Tensor, channels: Sequence[int] | None = None) -> torch.Tensor:
+    """The input of the down projection for one token `[hidden_size]`, at these channels (all by default)."""
+    rows = list(range(ffn.channels)) if channels is None else list(channels)
+    if ffn.gate is None:
+        return ffn.act(project(x, ffn.up, ffn.up_bias, rows))
+    return activated_gate(ffn, x, rows) * project(x, ffn.up, ffn.up_bias, rows)
+
+
+def activated_gate(ffn: Weights, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    assert ffn.gate is not None
+    return ffn.act(project(x, ffn.gate, ffn.gate_bias, rows))
+
+
+def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: Sequence[int]) -> torch.Tensor:
+    outputs = weight[list(rows)] @ x
+    return outputs if bias is None else outputs + bias[list(rows)]
+
+
+def down(ffn: Weights, activations: torch.Tensor, channels: Sequence[int]) -> torch.Tensor:
+    """The down projection of these channels alone; its bias always."""
+    outputs = ffn.down[:, list(channels)] @ activations
+    return outputs if ffn.down_bias is None else outputs + ffn.down_bias
+
+
+def dense_row(ffn: Weights, x: torch.Tensor) -> torch.Tensor:
+    return down(ffn, hidden(ffn, x), range(ffn.channels))
+
+
+# -- prefill -----------------------------------------------------------------------------------------------------------
+
+
+def no_rows(ffn: Weights) -> torch.Tensor:
+    """The sums of squares before any token."""
+    return torch.zeros(ffn.channels, dtype=torch.float64)
+
+
+def add_rows(ffn: Weights, sums: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sums of squares after these tokens, too: real tokens of the prompt, of one sequence or of several."""
+    for x in rows:
+        sums = sums + hidden(ffn, x).double().square()
+    return sums
+
+
+def partition(ffn: Weights, sums: torch.Tensor, of: Sizes) -> Partition:
+    """Rank the channels by `I_i = c_i * s_i` and split them: the first into R, the next into C, the last into P."""
+    order = ranked(column_norms(ffn) * sums.sqrt())
+    first, second = of.retained, of.retained + of.candidates
+    return Partition(order, sorted(order[:first]), sorted(order[first:second]), sorted(order[second:]), of.active)
+
+
+def prefill_row(ffn: Weights, x: torch.Tensor, parts: Partition | None, rule: str) -> torch.Tensor:
+    """The output for one token of the prompt; no partition means dense."""
+    if parts is None or rule == "dense":
+        return dense_row(ffn, x)
+    if rule == "candidates":
+        keep = parts.retained + parts.candidates
+    elif rule == "budget":
+        keep = parts.order[: parts.active]
+    else:
+        raise AssertionError(rule)
+    return down(ffn, hidden(ffn, x, keep), keep)
+
+
+# -- decode ------------------------------------------------------------------------------------------------------------
+
+
+def decode_step(ffn: Weights, rows: Sequence[torch.Tensor], parts: Partition | None, rule: str) -> list[torch.Tensor]:
+    """The outputs for one token of each sequence that shares the partition and the choice; no partition means dense."""
+    if parts is None:
+        return [dense_row(ffn, x) for x in rows]
+    keep = chosen(ffn, rows, parts, rule)
+    return [down(ffn, hidden(ffn, x, keep), keep) for x in rows]
+
+
+def chosen(ffn: Weights, rows: Sequence[torch.Tensor], parts: Partition, rule: str) -> list[int]:
+    """The channels that are active for these tokens, in ascending order."""
+    if rule == "fixed":
+        return sorted(parts.order[: parts.active])
+    norms = column_norms(ffn)
+    if rule == "partition":
+        computed = sorted(parts.retained + parts.candidates)
+        places = [computed.index(channel) for channel in parts.candidates]
+        scores = norms[parts.candidates] * over_the_batch([hidden(ffn, x, computed)[places] for x in rows])
+        picked = ranked(scores)[: parts.active - len(parts.retained)]
+        return sorted(parts.retained + [parts.candidates[place] for place in picked])
+    if rule == "full":
+        scores = norms * over_the_batch([hidden(ffn, x) for x in rows])
+        return sorted(ranked(scores)[: parts.active])
+    if rule == "gate":
+        computed = sorted(parts.retained + parts.candidates)
+        up_norms = torch.linalg.vector_norm(ffn.up[computed].double(), dim=1)
+        gates = over_the_batch([activated_gate(ffn, x, computed) for x in rows])
+        return sorted(computed[place] for place in ranked(gates * up_norms * norms[computed])[: parts.active])
+    raise AssertionError(rule)
+
+
+def over_the_batch(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`s_i(t)`: of one sequence the magnitude, of several the norm over them."""
+    return torch.linalg.vector_norm(torch.stack([row.double() for row in rows]), dim=0)

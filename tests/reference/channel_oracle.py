@@ -1,0 +1,208 @@
+"""A whole model with online channel pruning, by one forward without a cache over the whole sequence.
+
+Every FFN's forward is replaced by the loops of `reference.channel_ffn`, which are told which positions encode the
+context, which are padding, and where the passes began that a cache would have been filled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from reference import channel_ffn as ref
+from reference.prefill_oracle import gated_logits, layers_of
+
+
+@torch.no_grad()
+def channel_logits(
+    model: Any,
+    method: Any,
+    prefill: torch.Tensor | int,
+    *,
+    passes: Collection[int] = (),
+    skipped: Collection[int] = (),
+    **inputs: Any,
+) -> torch.Tensor:
+    """Logits `[batch, length, vocabulary]` under the settings of an `OnlineChannelPruning`.
+
+    Args:
+        model: untouched.
+        method: the settings.
+        prefill: how many leading positions are prefill, or a boolean mask `[batch, length]` of them.
+        passes: where passes over prefill positions begin, besides each place where decode changes to prefill.
+        skipped: layers that prefill-only pruning skips. They, and with them the last layer, whose output at prefill
+            positions nobody needs, see decode rows only, so that their FFNs are dense.
+        inputs: `input_ids` and so on.
+    """
+    tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+    batch, length = tokens.shape[:2]
+    context = (torch.arange(length) < prefill)[None].expand(batch, length) if isinstance(prefill, int) else prefill
+    mask = inputs.get("attention_mask")
+    real = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask.bool()
+    without_statistics = {*skipped, len(layers_of(model)) - 1} if skipped else set()
+    with replaced(model, method, context, real, passes, without_statistics):
+        return gated_logits(model, skipped, context, **inputs)
+
+
+@torch.no_grad()
+def greedy(
+    model: Any,
+    method: Any,
+    input_ids: torch.Tensor,
+    new_tokens: int,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    context: torch.Tensor | None = None,
+    passes: Collection[int] = (),
+    skipped: Collection[int] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences `[batch, length + new_tokens]` and the logits that chose each token `[batch, new_tokens, vocabulary]`.
+
+    Args:
+        model: untouched.
+        method: the settings.
+        input_ids: the prompts, `[batch, length]`, padded on the left.
+        new_tokens: how many tokens to generate.
+        attention_mask: 0 at padding.
+        context: which prompt positions are prefill, `[batch, length]`; by default all but the last.
+        passes: see `channel_logits`.
+        skipped: see `channel_logits`.
+    """
+    batch, length = input_ids.shape
+    if context is None:
+        context = (torch.arange(length) < length - 1)[None].expand(batch, length)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    tokens, chosen = input_ids, []
+    for _ in range(new_tokens):
+        grown = tokens.shape[1] - length
+        closed = torch.cat((context, torch.zeros(batch, grown, dtype=torch.bool)), dim=1)
+        full_mask = torch.cat((mask, torch.ones(batch, grown, dtype=mask.dtype)), dim=1)
+        position_ids = (full_mask.cumsum(-1) - 1).clamp(min=0)
+        inputs = dict(input_ids=tokens, attention_mask=full_mask, position_ids=position_ids)
+        logits = channel_logits(model, method, closed, passes=passes, skipped=skipped, **inputs)[:, -1]
+        chosen.append(logits)
+        tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True)), dim=1)
+    return tokens, torch.stack(chosen, dim=1)
+
+
+@contextmanager
+def replaced(
+    model: Any,
+    method: Any,
+    context: torch.Tensor,
+    real: torch.Tensor,
+    passes: Collection[int],
+    without_statistics: Collection[int],
+) -> Iterator[None]:
+    """Inside the block the FFNs of the model are the reference."""
+    modules = []
+    try:
+        for index, layer in enumerate(layers_of(model)):
+            ratio = mlp_ratio(model, method, index)
+            if ratio > 0 and index not in method.protect and index not in without_statistics:
+                layer.mlp.forward = ReferenceFFN(layer.mlp, method, ratio, context, real, passes)
+                modules.append(layer.mlp)
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+class ReferenceFFN:
+    """The forward of one FFN, `[batch, length, hidden_size]`."""
+
+    def __init__(
+        self,
+        module: Any,
+        method: Any,
+        ratio: float,
+        context: torch.Tensor,
+        real: torch.Tensor,
+        passes: Collection[int],
+    ) -> None:
+        self.ffn = weights_of(module)
+        delta = method.partition_fraction / 2 if method.pruned_share is None else ratio - method.pruned_share
+        self.sizes = ref.sizes(self.ffn.channels, ratio, delta, method.multiple)
+        self.method = method
+        self.context = context
+        self.real = real
+        self.passes = passes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length = x.shape[:2]
+        assert self.context.shape == self.real.shape == (batch, length), "a forward over another sequence"
+        together = [list(range(batch))] if self.method.scope == "batch" else [[row] for row in range(batch)]
+        outputs = torch.full_like(x, torch.nan)
+        for rows in together:
+            sums: torch.Tensor | None = None
+            for start, stop in self._passes(length):
+                sums = self._statistics(x, rows, start, stop, sums)
+                parts = None if sums is None else ref.partition(self.ffn, sums, self.sizes)
+                for t in range(start, stop):
+                    for row in rows:
+                        if self.context[row, t]:
+                            outputs[row, t] = ref.prefill_row(self.ffn, x[row, t], parts, self.method.prefill)
+                    decode = [row for row in rows if not self.context[row, t]]
+                    if decode:
+                        step = [x[row, t] for row in decode]
+                        outputs[decode, t] = torch.stack(ref.decode_step(self.ffn, step, parts, self.method.selection))
+        return outputs
+
+    def _passes(self, length: int) -> list[tuple[int, int]]:
+        """Stretches whose prefill positions are added to the statistics at once; decode positions come after them."""
+        context = self.context.any(0).tolist()
+        starts = {0, *(start for start in self.passes if start < length)}
+        starts |= {t for t in range(1, length) if context[t] and not context[t - 1]}
+        ordered = sorted(starts)
+        return list(zip(ordered, [*ordered[1:], length], strict=True))
+
+    def _statistics(
+        self, x: torch.Tensor, rows: list[int], start: int, stop: int, sums: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The sums of squares after this pass; None as long as there was no real prefill position."""
+        for row in rows:
+            for t in range(start, stop):
+                if self.context[row, t] and self.real[row, t]:
+                    sums = ref.add_rows(self.ffn, ref.no_rows(self.ffn) if sums is None else sums, [x[row, t]])
+        return sums
+
+
+def weights_of(module: Any) -> ref.Weights:
+    """The weights of a zoo model's FFN."""
+    act = next(getattr(module, name) for name in ("act_fn", "activation_fn", "act") if hasattr(module, name))
+    if hasattr(module, "gate_up_proj"):
+        (gate, up), (gate_bias, up_bias) = halves(module.gate_up_proj.weight), halves(module.gate_up_proj.bias)
+        down = module.down_proj
+        return ref.Weights(gate, gate_bias, up, up_bias, down.weight, down.bias, act)
+    if hasattr(module, "gate_proj"):
+        gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+        return ref.Weights(gate.weight, gate.bias, up.weight, up.bias, down.weight, down.bias, act)
+    pairs = [("up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"), ("c_fc", "c_proj"), ("fc1", "fc2")]
+    up, down = next((getattr(module, a), getattr(module, b)) for a, b in pairs if hasattr(module, a))
+    return ref.Weights(None, None, up.weight, up.bias, down.weight, down.bias, act)
+
+
+def halves(stacked: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    return (None, None) if stacked is None else stacked.chunk(2)
+
+
+def mlp_ratio(model: Any, method: Any, index: int) -> float:
+    """The MLP ratio of a layer, from the overall target if it is not given (section 1.8)."""
+    if method.ratios is not None:
+        return method.ratios[index]
+    if method.mlp_ratio is not None:
+        return method.mlp_ratio
+    layer = layers_of(model)[index]
+    attention = next(
+        child for name, child in layer.named_children() if name in ("self_attn", "attention", "self_attention")
+    )
+    in_attention, in_ffn = linear_weights(attention), linear_weights(layer.mlp)
+    return method.ratio * (in_attention + in_ffn) / in_ffn
+
+
+def linear_weights(module: nn.Module) -> int:
+    return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
