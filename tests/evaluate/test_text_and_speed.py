@@ -8,6 +8,7 @@ import torch
 import stageprune as sp
 from helpers import tokens
 from stageprune.evaluate.agreement import equal_share, first_difference, teacher_forced_agreement
+from stageprune.evaluate.clock import TimedAnswer
 from stageprune.evaluate.memory import peak_bytes
 from stageprune.evaluate.speed import alternate, decode_speed, prefill_speed
 from stageprune.evaluate.spread import Spread
@@ -86,3 +87,33 @@ def test_agreement_by_hand(model) -> None:
         answer = model.generate(ids, max_new_tokens=5, do_sample=False)[:, 12:]
         assert teacher_forced_agreement(handle, ids, answer) == 1
         assert teacher_forced_agreement(handle, ids, (answer + 1) % 60) < 1
+
+
+def test_the_typical_pair_is_the_one_with_the_median_speedup(model) -> None:
+    def turn(*seconds: float) -> TimedAnswer:
+        return TimedAnswer(torch.zeros(2, len(seconds), dtype=torch.long), seconds)
+
+    pairs = [(turn(4.0, 4.5), turn(2.0, 2.5)), (turn(30.0, 31), turn(10.0, 10.5)), (turn(3.0, 4), turn(3.0, 3.5))]
+    with sp.prune(model, sp.PrefillOnlyPruning(0.5)) as handle:
+        speed = prefill_speed(handle, 20, pairs)
+    assert speed.speedup.median == 2
+    assert speed.typical_s == (4, 2)
+    assert speed.to_dict()["typical_s"] == {"dense": 4, "pruned": 2}
+    decode = decode_speed(pairs)
+    assert decode is not None
+    assert decode.dense_tokens_per_s.median == 2, "two rows, a second each"
+    assert decode.speedup.median == 2
+    assert decode_speed([(turn(1.0), turn(1.0, 2.0))]) is None
+
+
+def test_patience_ends_long_measurements(model) -> None:
+    with sp.prune(model, sp.PrefillOnlyPruning(0.5)) as handle:
+        assert len(alternate(handle, tokens(1, 9), pairs=8, patience=0)) == 3
+        assert len(alternate(handle, tokens(1, 9), pairs=1, patience=0)) == 1
+        assert len(alternate(handle, tokens(1, 9), pairs=1, seconds=60)) == 10
+
+
+def test_a_wide_spread_says_that_the_machine_is_busy() -> None:
+    assert Spread.of([1.0, 1.0, 2.0, 2.0]).is_wide
+    assert not Spread.of([1.0, 1.01, 0.99]).is_wide
+    assert not Spread.of([1.0]).is_wide

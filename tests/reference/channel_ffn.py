@@ -1,10 +1,10 @@
 """Online channel pruning of one FFN the slow, obviously-right way (arXiv 2602.06822, section 1.9 of the digest).
 
-Everything is on explicit tensors, one token at a time where that is clearer:
+Everything is on explicit tensors:
 
 - `sizes`: how many channels are retained (R), candidates (C) and pruned (P), and how many are active.
 - `add_rows`, `partition`: the prompt's statistics, and the sets that they give.
-- `prefill_row`: the FFN's output for a token of the prompt.
+- `prefill_rows`: the FFN's outputs for tokens of the prompt.
 - `decode_step`: the FFN's outputs for the last token of the prompt and for every later one.
 """
 
@@ -98,31 +98,34 @@ def column_norms(ffn: Weights) -> torch.Tensor:
 
 
 def hidden(ffn: Weights, x: torch.Tensor, channels: Sequence[int] | None = None) -> torch.Tensor:
-    """The input of the down projection for one token `[hidden_size]`, at these channels (all by default)."""
-    rows = list(range(ffn.channels)) if channels is None else list(channels)
+    """The input of the down projection for tokens `[..., hidden_size]`, at these channels (all by default)."""
     if ffn.gate is None:
-        return ffn.act(project(x, ffn.up, ffn.up_bias, rows))
-    return activated_gate(ffn, x, rows) * project(x, ffn.up, ffn.up_bias, rows)
+        return ffn.act(project(x, ffn.up, ffn.up_bias, channels))
+    return activated_gate(ffn, x, channels) * project(x, ffn.up, ffn.up_bias, channels)
 
 
-def activated_gate(ffn: Weights, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def activated_gate(ffn: Weights, x: torch.Tensor, channels: Sequence[int] | None) -> torch.Tensor:
     assert ffn.gate is not None
-    return ffn.act(project(x, ffn.gate, ffn.gate_bias, rows))
+    return ffn.act(project(x, ffn.gate, ffn.gate_bias, channels))
 
 
-def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: Sequence[int]) -> torch.Tensor:
-    outputs = weight[list(rows)] @ x
-    return outputs if bias is None else outputs + bias[list(rows)]
+def project(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, channels: Sequence[int] | None
+) -> torch.Tensor:
+    """These rows of a linear layer."""
+    if channels is not None:
+        weight, bias = weight[channels], None if bias is None else bias[channels]
+    return x @ weight.T if bias is None else x @ weight.T + bias
 
 
-def down(ffn: Weights, activations: torch.Tensor, channels: Sequence[int]) -> torch.Tensor:
+def down(ffn: Weights, activations: torch.Tensor, channels: Sequence[int] | None = None) -> torch.Tensor:
     """The down projection of these channels alone; its bias always."""
-    outputs = ffn.down[:, list(channels)] @ activations
-    return outputs if ffn.down_bias is None else outputs + ffn.down_bias
+    weight = ffn.down if channels is None else ffn.down[:, channels]
+    return activations @ weight.T if ffn.down_bias is None else activations @ weight.T + ffn.down_bias
 
 
-def dense_row(ffn: Weights, x: torch.Tensor) -> torch.Tensor:
-    return down(ffn, hidden(ffn, x), range(ffn.channels))
+def dense(ffn: Weights, x: torch.Tensor) -> torch.Tensor:
+    return down(ffn, hidden(ffn, x))
 
 
 # -- prefill -----------------------------------------------------------------------------------------------------------
@@ -133,11 +136,9 @@ def no_rows(ffn: Weights) -> torch.Tensor:
     return torch.zeros(ffn.channels, dtype=torch.float64)
 
 
-def add_rows(ffn: Weights, sums: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sums of squares after these tokens, too: real tokens of the prompt, of one sequence or of several."""
-    for x in rows:
-        sums = sums + hidden(ffn, x).double().square()
-    return sums
+def add_rows(ffn: Weights, sums: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The sums of squares after these tokens `[tokens, hidden_size]`, too: real ones of the prompt, of any sequence."""
+    return sums + hidden(ffn, x).double().square().sum(0)
 
 
 def partition(ffn: Weights, sums: torch.Tensor, of: Sizes) -> Partition:
@@ -147,10 +148,10 @@ def partition(ffn: Weights, sums: torch.Tensor, of: Sizes) -> Partition:
     return Partition(order, sorted(order[:first]), sorted(order[first:second]), sorted(order[second:]), of.active)
 
 
-def prefill_row(ffn: Weights, x: torch.Tensor, parts: Partition | None, rule: str) -> torch.Tensor:
-    """The output for one token of the prompt; no partition means dense."""
+def prefill_rows(ffn: Weights, x: torch.Tensor, parts: Partition | None, rule: str) -> torch.Tensor:
+    """The outputs for tokens of the prompt `[tokens, hidden_size]`; no partition means dense."""
     if parts is None or rule == "dense":
-        return dense_row(ffn, x)
+        return dense(ffn, x)
     if rule == "candidates":
         keep = parts.retained + parts.candidates
     elif rule == "budget":
@@ -163,36 +164,39 @@ def prefill_row(ffn: Weights, x: torch.Tensor, parts: Partition | None, rule: st
 # -- decode ------------------------------------------------------------------------------------------------------------
 
 
-def decode_step(ffn: Weights, rows: Sequence[torch.Tensor], parts: Partition | None, rule: str) -> list[torch.Tensor]:
-    """The outputs for one token of each sequence that shares the partition and the choice; no partition means dense."""
+def decode_step(ffn: Weights, x: torch.Tensor, parts: Partition | None, rule: str) -> torch.Tensor:
+    """The outputs for one time step `[sequences, hidden_size]` of the sequences that share partition and choice.
+
+    No partition means dense.
+    """
     if parts is None:
-        return [dense_row(ffn, x) for x in rows]
-    keep = chosen(ffn, rows, parts, rule)
-    return [down(ffn, hidden(ffn, x, keep), keep) for x in rows]
+        return dense(ffn, x)
+    keep = chosen(ffn, x, parts, rule)
+    return down(ffn, hidden(ffn, x, keep), keep)
 
 
-def chosen(ffn: Weights, rows: Sequence[torch.Tensor], parts: Partition, rule: str) -> list[int]:
-    """The channels that are active for these tokens, in ascending order."""
+def chosen(ffn: Weights, x: torch.Tensor, parts: Partition, rule: str) -> list[int]:
+    """The channels that are active in this time step `[sequences, hidden_size]`, in ascending order."""
     if rule == "fixed":
         return sorted(parts.order[: parts.active])
     norms = column_norms(ffn)
     if rule == "partition":
         computed = sorted(parts.retained + parts.candidates)
         places = [computed.index(channel) for channel in parts.candidates]
-        scores = norms[parts.candidates] * over_the_batch([hidden(ffn, x, computed)[places] for x in rows])
+        scores = norms[parts.candidates] * over_the_batch(hidden(ffn, x, computed)[:, places])
         picked = ranked(scores)[: parts.active - len(parts.retained)]
         return sorted(parts.retained + [parts.candidates[place] for place in picked])
     if rule == "full":
-        scores = norms * over_the_batch([hidden(ffn, x) for x in rows])
+        scores = norms * over_the_batch(hidden(ffn, x))
         return sorted(ranked(scores)[: parts.active])
     if rule == "gate":
         computed = sorted(parts.retained + parts.candidates)
         up_norms = torch.linalg.vector_norm(ffn.up[computed].double(), dim=1)
-        gates = over_the_batch([activated_gate(ffn, x, computed) for x in rows])
-        return sorted(computed[place] for place in ranked(gates * up_norms * norms[computed])[: parts.active])
+        scores = over_the_batch(activated_gate(ffn, x, computed)) * up_norms * norms[computed]
+        return sorted(computed[place] for place in ranked(scores)[: parts.active])
     raise AssertionError(rule)
 
 
-def over_the_batch(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`s_i(t)`: of one sequence the magnitude, of several the norm over them."""
-    return torch.linalg.vector_norm(torch.stack([row.double() for row in rows]), dim=0)
+def over_the_batch(values: torch.Tensor) -> torch.Tensor:
+    """`s_i(t)`, the norm over the sequences; of one sequence the magnitude."""
+    return torch.linalg.vector_norm(values.double(), dim=0)

@@ -136,20 +136,21 @@ class ReferenceFFN:
         batch, length = x.shape[:2]
         assert self.context.shape == self.real.shape == (batch, length), "a forward over another sequence"
         together = [list(range(batch))] if self.method.scope == "batch" else [[row] for row in range(batch)]
+        is_context = self.context.tolist()
         outputs = torch.full_like(x, torch.nan)
         for rows in together:
             sums: torch.Tensor | None = None
             for start, stop in self._passes(length):
                 sums = self._statistics(x, rows, start, stop, sums)
                 parts = None if sums is None else ref.partition(self.ffn, sums, self.sizes)
+                for row in rows:
+                    columns = [t for t in range(start, stop) if is_context[row][t]]
+                    if columns:
+                        outputs[row, columns] = ref.prefill_rows(self.ffn, x[row, columns], parts, self.method.prefill)
                 for t in range(start, stop):
-                    for row in rows:
-                        if self.context[row, t]:
-                            outputs[row, t] = ref.prefill_row(self.ffn, x[row, t], parts, self.method.prefill)
-                    decode = [row for row in rows if not self.context[row, t]]
+                    decode = [row for row in rows if not is_context[row][t]]
                     if decode:
-                        step = [x[row, t] for row in decode]
-                        outputs[decode, t] = torch.stack(ref.decode_step(self.ffn, step, parts, self.method.selection))
+                        outputs[decode, t] = ref.decode_step(self.ffn, x[decode, t], parts, self.method.selection)
         return outputs
 
     def _passes(self, length: int) -> list[tuple[int, int]]:
@@ -165,9 +166,11 @@ class ReferenceFFN:
     ) -> torch.Tensor | None:
         """The sums of squares after this pass; None as long as there was no real prefill position."""
         for row in rows:
-            for t in range(start, stop):
-                if self.context[row, t] and self.real[row, t]:
-                    sums = ref.add_rows(self.ffn, ref.no_rows(self.ffn) if sums is None else sums, [x[row, t]])
+            counts = self.context[row, start:stop] & self.real[row, start:stop]
+            if counts.any():
+                sums = ref.add_rows(
+                    self.ffn, ref.no_rows(self.ffn) if sums is None else sums, x[row, start:stop][counts]
+                )
         return sums
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from typing import Annotated, Any
 
 import typer
@@ -47,7 +48,8 @@ def _root(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help(), err=True)
+        with redirect_stdout(sys.stderr):  # get_help() prints by itself when Rich lays it out
+            typer.echo(context.get_help())
         raise typer.Exit(2)
 
 
@@ -70,11 +72,22 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{one_line(error.format_message()).rstrip('.')} (see {command} --help)", 2)
     except StagePruneError as error:
         return _fail(error, 1)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _fail(f"out of memory: {one_line(error)[:200] or 'the system has no more'}", 1)
     except BrokenPipeError:
         # The reader of our output has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Torch's allocator of the CPU has no exception class of its own."""
+    import torch
+
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def _fail(error: object, code: int) -> int:

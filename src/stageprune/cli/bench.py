@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from stageprune.cli import options, parse, prompts, show
-from stageprune.cli.common import UsageProblem, console, load_model, output, progress, set_threads
+from stageprune.cli.common import UsageProblem, console, load_model, output, progress, set_threads, shown_name
 from stageprune.cli.files import check_writable, write_file
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 DECODE_TOKENS = 33
 """Generated to measure decoding: the first, and 32 that count."""
+
+MOST_TOKENS = 2**24
+"""In one call; no machine has the memory for more."""
 
 
 def bench(
@@ -69,6 +72,10 @@ def bench(
         check_writable(path)
     if len(paths) == 2 and paths[0].absolute() == paths[1].absolute():
         raise UsageProblem(f"--json and --csv name the same file {str(csv_file)!r}")
+    if max(batch) * max(lengths) > MOST_TOKENS:
+        raise UsageProblem(
+            f"{max(batch)} prompts of {max(lengths)} tokens are more than {MOST_TOKENS} tokens at a time"
+        )
     set_threads(threads)
     loaded = load_model(model, dtype, device)
 
@@ -84,7 +91,7 @@ def bench(
         for cell in run_grid(loaded.model, loaded.tokenizer, grid, step):
             cells.append(cell)
     data = {
-        "model": model,
+        "model": shown_name(model),
         "architecture": type(loaded.model).__name__,
         "parameters": loaded.model.num_parameters(),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -121,6 +128,8 @@ def _show(data: dict[str, Any], cells: list[Cell], what: str) -> None:
     )
     if what != "decode":
         output.print(_prefill_table(cells))
+        if any(cell.prefill and cell.prefill.dense_s.is_wide for cell in cells):
+            output.print(show.BUSY, soft_wrap=True)
     if what != "prefill":
         output.print(_decode_table(cells))
 
@@ -135,8 +144,7 @@ def _prefill_table(cells: list[Cell]) -> Table:
             continue
         table.add_row(
             *_labels(cell),
-            show.seconds(cell.prefill.dense_s.median),
-            show.seconds(cell.prefill.pruned_s.median),
+            *map(show.seconds, cell.prefill.typical_s),
             show.factor(cell.prefill.speedup.median),
             show.quartiles(cell.prefill.speedup),
             str(cell.pairs),

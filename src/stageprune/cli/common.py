@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from stageprune.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from stageprune.models import LoadedModel
@@ -43,6 +44,11 @@ def quiet() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    # The GGUF reader's own bar is the one that this does not reach; it would be drawn into our spinner.
+    from transformers import modeling_gguf_pytorch_utils as gguf_reader
+
+    if hasattr(gguf_reader, "tqdm"):
+        gguf_reader.tqdm = functools.partial(gguf_reader.tqdm, disable=True)
 
 
 def set_threads(threads: int | None) -> None:
@@ -54,19 +60,29 @@ def set_threads(threads: int | None) -> None:
 
 
 def load_model(name: str, dtype: str, device: str | None) -> LoadedModel:
-    """`stageprune.models.load` with a spinner.
+    """`stageprune.models.load` with a spinner that says what takes long; without a terminal, a line each.
 
     Raises:
-        ModelLoadError: as `load`, and if the weights do not fit into memory.
+        ModelLoadError: if the model cannot be loaded.
     """
-    with console.status(f"loading {one_line(name)}"):
+
+    def say(line: str) -> None:
+        if console.is_terminal:
+            spinner.update(escape(one_line(line)))
+        else:
+            console.print(one_line(line), style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    with console.status(escape(f"loading {one_line(name)}")) as spinner:
         quiet()
         from stageprune.models import load
 
-        try:
-            return load(name, dtype=dtype, device=device, status=lambda line: console.log(line, markup=False))
-        except MemoryError as error:
-            raise ModelLoadError(f"not enough memory to load {name!r}") from error
+        return load(name, dtype=dtype, device=device, status=say)
+
+
+def shown_name(model: str) -> str:
+    """A model as results name it: without the folders that it lies in, which are the user's own business."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.exists() else model
 
 
 @contextmanager

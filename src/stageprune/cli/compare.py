@@ -11,13 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from stageprune.cli import options, parse, prompts, show
-from stageprune.cli.common import load_model, output, progress, set_threads
+from stageprune.cli.common import load_model, output, progress, set_threads, shown_name
 
 if TYPE_CHECKING:
     from stageprune.evaluate.comparison import Comparison
 
 TOPIC, QUESTION = "string-methods", "What does str.capitalize() do?"
 """The built-in prompt: technical prose with a question about its beginning."""
+
+PATIENCE = 60.0
+"""Seconds for the timed turns, after which fewer than `--repeats` are enough: a slow machine shall finish, too."""
 
 
 def compare(
@@ -57,19 +60,20 @@ def compare(
     from stageprune.pruning import prune
 
     if text is None:
+        prompts.check_fits(loaded.model, length, max_new_tokens)
         tokens = prompt_of(loaded.tokenizer, length, QUESTION, topic=TOPIC)
     else:
         tokens = prompts.tokens_of(loaded.tokenizer, text, chat)
     prompts.check_fits(loaded.model, len(tokens), max_new_tokens)
     input_ids = torch.tensor([tokens], device=loaded.model.device)
     with prune(loaded.model, method) as handle, progress("comparing", turns_of(repeats)) as step:
-        result = run(handle, input_ids, max_new_tokens=max_new_tokens, pairs=repeats, on_turn=step)
+        result = run(handle, input_ids, max_new_tokens=max_new_tokens, pairs=repeats, patience=PATIENCE, on_turn=step)
     answers = [
         loaded.tokenizer.decode(answer.tokens[0], skip_special_tokens=True) for answer in (result.dense, result.pruned)
     ]
     if as_json:
         data = {
-            "model": model,
+            "model": shown_name(model),
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
             "device": str(loaded.model.device),
             "system": system_info(),
@@ -103,6 +107,8 @@ def _show(result: Comparison, model: str, where: str, prompt: str, answers: list
         f"The middle half of {prefill.speedup.count} alternating pairs lies at {show.quartiles(prefill.speedup)}.\n",
         soft_wrap=True,
     )
+    if prefill.dense_s.is_wide or prefill.pruned_s.is_wide:
+        output.print(f"{show.BUSY}\n", soft_wrap=True)
     shortened = " ".join(prompt.split())
     output.print(Text(f"Prompt: {shortened[:200]}{'…' if len(shortened) > 200 else ''}"), soft_wrap=True)
     for title, answer in zip(("dense", "pruned"), answers, strict=True):
@@ -118,8 +124,7 @@ def _table(result: Comparison) -> Table:
     rows: list[tuple[Any, ...]] = [
         (
             "first token",
-            show.seconds(prefill.dense_s.median),
-            show.seconds(prefill.pruned_s.median),
+            *map(show.seconds, prefill.typical_s),
             show.factor(prefill.speedup.median),
         ),
         (
@@ -128,7 +133,7 @@ def _table(result: Comparison) -> Table:
             f"{report.pruned_flops / 1e9:,.0f} GFLOP",
             f"{show.factor(prefill.ideal_speedup)} ideal",
         ),
-        ("answer", show.rate(result.dense.tokens_per_s), show.rate(result.pruned.tokens_per_s), ""),
+        ("answer", show.rate(result.dense.tokens_per_s), show.rate(result.pruned.tokens_per_s), "full model"),
     ]
     for row in rows:
         table.add_row(*row)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from stageprune.cli import options, show
 from stageprune.cli.common import console, load_model, output, quiet
@@ -73,14 +74,7 @@ def _support(name: str, method: Any, verify: bool) -> Any:
 def _show(data: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None)
     for name, value in data["system"].items():
-        if isinstance(value, list):
-            value = ", ".join(value) or "none"
-        text = (
-            {None: "not installed", True: "yes", False: "no"}.get(value, str(value))
-            if not value or value is True
-            else str(value)
-        )
-        table.add_row(name.replace("_", " "), text)
+        table.add_row(name.replace("_", " "), Text(_shown(value)))
     output.print(table)
     model = data.get("model")
     if model is None:
@@ -100,6 +94,14 @@ def _show(data: dict[str, Any]) -> None:
     )
     ideal = ", ".join(f"{show.factor(gain)} at {int(length):,}" for length, gain in model["ideal_speedups"].items())
     output.print(f"ideal speed-up of the first token by prompt length: {ideal}", soft_wrap=True)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(value) or "none"
+    return "not installed" if value is None else str(value)
 
 
 def _compiler() -> str | None:

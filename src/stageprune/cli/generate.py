@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from stageprune.cli import options, parse, prompts, show
-from stageprune.cli.common import UsageProblem, console, load_model, set_threads
+from stageprune.cli.common import UsageProblem, console, load_model, set_threads, shown_name
 
 
 def generate(
@@ -73,7 +73,7 @@ def generate(
         report = handle.report(len(tokens)) if handle else None
     if as_json:
         result = {
-            "model": model,
+            "model": shown_name(model),
             "prompt_tokens": len(tokens),
             "new_tokens": answer.tokens[0].tolist(),
             "text": loaded.tokenizer.decode(answer.tokens[0], skip_special_tokens=True),

@@ -64,7 +64,7 @@ Device = Annotated[
     typer.Option("--device", help="cpu, cuda, cuda:1, ..., or auto to spread the model.", show_default="cpu"),
 ]
 Threads = Annotated[
-    Any, typer.Option("--threads", parser=parse.count, metavar="N", help="Threads of the CPU.", show_default=False)
+    Any, typer.Option("--threads", parser=parse.threads, metavar="N", help="Threads of the CPU.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on the output.")]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 from typing import TypeVar, get_args
 
 import typer
@@ -55,10 +56,11 @@ def layers(text: str) -> LayerChoice:
         if last >= _MOST_LAYERS:
             raise typer.BadParameter(f"layer {last} in {text!r}: no model has that many layers")
         indices.extend(range(first, last + 1))
-    repeated = next((index for index in indices if indices.count(index) > 1), None)
+    indices.sort()
+    repeated = next((index for index, following in pairwise(indices) if index == following), None)
     if repeated is not None:
         raise typer.BadParameter(f"layer {repeated} is named twice in {text!r}")
-    return tuple(sorted(indices))
+    return tuple(indices)
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -74,6 +76,14 @@ def counts(text: str) -> tuple[int, ...]:
 def count(text: str) -> int:
     """One positive whole number."""
     return _whole(text, 1)
+
+
+def threads(text: str) -> int:
+    """How many threads; far more than any machine has would bring it down."""
+    value = _whole(text, 1)
+    if value > 4096:
+        raise typer.BadParameter(f"{text!r} is more than 4096 threads")
+    return value
 
 
 def seed(text: str) -> int:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from stageprune.evaluate.spread import Spread
 
+BUSY = (
+    "The times vary a lot, so this machine is busy with something else; the speed-up, taken between neighbouring "
+    "turns, is steadier than the times."
+)
+
 
 def seconds(value: float) -> str:
     """A duration with three significant digits, in seconds or milliseconds."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,9 +31,9 @@ class TimedAnswer:
 
     @property
     def token_s(self) -> float | None:
-        """Mean time of each token after the first (TPOT), in seconds; None if there was only one."""
-        steps = len(self.seconds) - 1
-        return (self.seconds[-1] - self.seconds[0]) / steps if steps else None
+        """Time of each token after the first (TPOT), in seconds: their median; None if there was only one token."""
+        steps = [after - before for before, after in pairwise(self.seconds)]
+        return statistics.median(steps) if steps else None
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,7 @@ def compare(
     *,
     max_new_tokens: int = 64,
     pairs: int = 5,
+    patience: float = math.inf,
     on_turn: Callable[[], object] = lambda: None,
 ) -> Comparison:
     """Answer one prompt dense and pruned, then measure the time to the first token in alternation.
@@ -81,6 +83,7 @@ def compare(
         input_ids: the prompt, `[1, length]`.
         max_new_tokens: of each answer.
         pairs: of turns for the time to the first token; the answers before them are the warm-up.
+        patience: in seconds, for these turns; when it is used up, three pairs are enough.
         on_turn: called after each step, such as to advance a progress bar; see `turns_of`.
     """
     with handle.dense():
@@ -90,6 +93,6 @@ def compare(
     on_turn()
     agreement = teacher_forced_agreement(handle, input_ids, dense.tokens)
     on_turn()
-    turns = alternate(handle, input_ids, pairs=pairs, on_turn=on_turn)
+    turns = alternate(handle, input_ids, pairs=pairs, patience=patience, on_turn=on_turn)
     length = input_ids.shape[1]
     return Comparison(handle.report(length), prefill_speed(handle, length, turns), dense, pruned, agreement)

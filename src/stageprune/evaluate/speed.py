@@ -8,6 +8,8 @@ speed-up beside it is the ratio of the floating-point operations, attention incl
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -30,12 +32,14 @@ class PrefillSpeed:
         dense_s: of the dense model, in seconds.
         pruned_s: of the pruned model, in seconds.
         speedup: dense over pruned, per pair of turns.
+        typical_s: the dense and the pruned time of the pair whose speed-up is the median.
         ideal_speedup: if time went by floating-point operations alone.
     """
 
     dense_s: Spread
     pruned_s: Spread
     speedup: Spread
+    typical_s: tuple[float, float]
     ideal_speedup: float
 
     @property
@@ -49,6 +53,7 @@ class PrefillSpeed:
             "dense_s": self.dense_s.to_dict(),
             "pruned_s": self.pruned_s.to_dict(),
             "speedup": self.speedup.to_dict(),
+            "typical_s": {"dense": self.typical_s[0], "pruned": self.typical_s[1]},
             "ideal_speedup": self.ideal_speedup,
             "achieved": self.achieved,
         }
@@ -100,6 +105,7 @@ def alternate(
     *,
     pairs: int = 5,
     seconds: float = 0.0,
+    patience: float = math.inf,
     on_turn: Callable[[], object] = lambda: None,
 ) -> list[Pair]:
     """Dense and pruned turns in alternation, on the same prompt.
@@ -111,18 +117,22 @@ def alternate(
         pairs: how many pairs of turns, at least.
         seconds: how long to go on, at least: short turns need many pairs for a steady median. No more than ten
             times `pairs` are run.
+        patience: in seconds; when it is used up, three pairs are enough.
         on_turn: called after each turn, such as to advance a progress bar.
     """
     start = time.perf_counter()
     results: list[Pair] = []
-    while len(results) < pairs or (time.perf_counter() - start < seconds and len(results) < 10 * pairs):
+    while True:
+        spent = time.perf_counter() - start
+        enough = min(pairs, 3) if spent > patience else pairs if spent > seconds else 10 * pairs
+        if len(results) >= enough:
+            return results
         order = (True, False) if len(results) % 2 == 0 else (False, True)
         turns = {}
         for dense in order:
             turns[dense] = _turn(handle, input_ids, new_tokens, dense)
             on_turn()
         results.append((turns[True], turns[False]))
-    return results
 
 
 def warm_up(handle: Handle, input_ids: torch.Tensor) -> None:
@@ -136,8 +146,11 @@ def prefill_speed(handle: Handle, prompt_length: int, pairs: list[Pair]) -> Pref
     dense = [turn.first_token_s for turn, _ in pairs]
     pruned = [turn.first_token_s for _, turn in pairs]
     ratios = [slow / fast for slow, fast in zip(dense, pruned, strict=True)]
+    typical = ratios.index(statistics.median_low(ratios))
     ideal = handle.report(prompt_length).ideal_speedup
-    return PrefillSpeed(Spread.of(dense), Spread.of(pruned), Spread.of(ratios), ideal)
+    return PrefillSpeed(
+        Spread.of(dense), Spread.of(pruned), Spread.of(ratios), (dense[typical], pruned[typical]), ideal
+    )
 
 
 def decode_speed(pairs: list[Pair]) -> DecodeSpeed | None:

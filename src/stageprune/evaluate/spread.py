@@ -31,6 +31,11 @@ class Spread:
         lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, lower, upper, len(values))
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether the middle half spreads over more than a quarter of the median: something else was running."""
+        return self.upper - self.lower > 0.25 * self.median
+
     def to_dict(self) -> dict[str, float]:
         """As JSON-ready data."""
         return asdict(self)

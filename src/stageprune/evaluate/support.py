@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from stageprune.errors import StagePruneError, UnsupportedModelError
+from stageprune.errors import StagePruneError
 from stageprune.families.costs import prompt_flops
-from stageprune.families.decoder import Decoder, find_decoder, refuse_recurrent, refuse_shared_kv
-from stageprune.families.kv import candidates
+from stageprune.families.decoder import find_decoder
+from stageprune.families.verify import check_structure
 from stageprune.methods import PrefillOnlyPruning
 from stageprune.prefill.layers import skipped_layers
 
@@ -68,7 +67,7 @@ def support_of_model(model: torch.nn.Module, method: PrefillOnlyPruning) -> Supp
         decoder = find_decoder(model)
         skipped = skipped_layers(method, len(decoder.layers))
         free = {*skipped, len(decoder.layers) - 1} if skipped else set()
-        _refuse(decoder, sorted(free))
+        check_structure(decoder, sorted(free))
     except StagePruneError as error:
         return Support(name, False, reason=str(error))
     longest = getattr(decoder.config, "max_position_embeddings", None)
@@ -84,16 +83,3 @@ def support_of_model(model: torch.nn.Module, method: PrefillOnlyPruning) -> Supp
             (length, prompt_flops(decoder, length) / prompt_flops(decoder, length, free)) for length in lengths
         ),
     )
-
-
-def _refuse(decoder: Decoder, indices: Sequence[int]) -> None:
-    """The checks of `verify_layers` that need no weights."""
-    refuse_shared_kv(decoder.config)
-    for index in indices:
-        layer = decoder.layers[index]
-        refuse_recurrent(index, layer)
-        if next(candidates(layer), None) is None:
-            raise UnsupportedModelError(
-                f"layer {index} ({type(layer).__name__}): no description fits its attention; known are self_attn with "
-                "k_proj and v_proj, or a fused qkv_proj or query_key_value"
-            )

@@ -46,16 +46,13 @@ class VerifiedLayer:
     extra_outputs: int
 
 
-@torch.no_grad()
-def verify_layers(decoder: Decoder, indices: Iterable[int]) -> dict[int, VerifiedLayer]:
-    """Find and check the description of these layers.
+def check_structure(decoder: Decoder, indices: Iterable[int]) -> None:
+    """The part of the check that needs no weights, for models of which only the configuration is at hand.
 
     Raises:
-        UnsupportedModelError: names the first layer that no description fits, and the difference.
+        UnsupportedModelError: names the first layer that cannot be skipped, and why.
     """
     refuse_shared_kv(decoder.config)
-    verified: dict[int, VerifiedLayer] = {}
-    overrides = []
     for index in indices:
         layer = decoder.layers[index]
         refuse_recurrent(index, layer)
@@ -64,8 +61,21 @@ def verify_layers(decoder: Decoder, indices: Iterable[int]) -> dict[int, Verifie
                 f"layer {index} ({type(layer).__name__}): no description fits its attention; known are self_attn with "
                 "k_proj and v_proj, or a fused qkv_proj or query_key_value"
             )
-        overrides.append((layer, _Verifier(decoder, index, verified)))
-    active = [MethodOverride(layer, "forward", verifier) for layer, verifier in overrides]
+
+
+@torch.no_grad()
+def verify_layers(decoder: Decoder, indices: Iterable[int]) -> dict[int, VerifiedLayer]:
+    """Find and check the description of these layers.
+
+    Raises:
+        UnsupportedModelError: names the first layer that no description fits, and the difference.
+    """
+    indices = list(indices)
+    check_structure(decoder, indices)
+    verified: dict[int, VerifiedLayer] = {}
+    active = [
+        MethodOverride(decoder.layers[index], "forward", _Verifier(decoder, index, verified)) for index in indices
+    ]
     try:
         embedding: Any = decoder.model.get_input_embeddings()  # type: ignore[operator]
         device = execution_device(embedding) or embedding.weight.device

@@ -4,11 +4,11 @@
 //
 // For a few rows of x (1 to 8, say) the time goes into reading weights, so the speed-up over the
 // dense block comes to the ratio of bytes read, provided that
-//   * the weights stay where they are and a kept row is read once, whatever the number of rows of x;
+//   * the weights stay where they are, and a kept row is read once, however many rows x has;
 //   * rows are prefetched by address: the hardware's prefetchers stop at the end of a 4 KiB page,
 //     and run on into rows that are not wanted;
 //   * what else is done per token (activation, scores, selection) stays in the same call.
-// The down projection is stored transposed, [h, d], which makes a channel a contiguous row there too.
+// The down projection is stored transposed, [h, d]: a channel is a contiguous row there too.
 //
 // The result does not depend on the number of threads: sums are cut into blocks by sizes alone.
 
@@ -38,15 +38,15 @@ namespace {
 template <typename T>
 using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// ---- Vector code ---------------------------------------------------------------------------------
+// ---- Vector code -------------------------------------------------------------------------------
 // Written once with the compiler's generic vectors of `Bytes` bytes, and compiled for several
 // instruction sets by being inlined into functions with a `target` attribute.
 
 #define SP_INLINE __attribute__((always_inline)) inline
 
-// Loads 16-bit words into the upper halves of 32-bit lanes. Spelled out for each size, because GCC 12
-// rejects vector builtins on types that depend on a template parameter; a shuffle with zeros, because
-// its 64-byte __builtin_convertvector takes five instructions instead of two.
+// Loads 16-bit words into the upper halves of 32-bit lanes. Spelled out for each size, because GCC
+// 12 rejects vector builtins on types that depend on a template parameter; a shuffle with zeros,
+// because its 64-byte __builtin_convertvector takes five instructions instead of two.
 template <int Bytes>
 struct Words;
 #define SP_WORDS(BYTES, ...)                                          \
@@ -85,7 +85,8 @@ struct Vec {
   static SP_INLINE type load(const c10::Half* p) {
     // Move exponent and mantissa into place and correct the exponent's bias by a multiplication,
     // exact for subnormal values as well; infinities and NaNs need their exponent filled.
-    typename Bits::u32 half = Bits::load(p) >> 16, magnitude = half & 0x7fff, bits = magnitude << 13;
+    typename Bits::u32 half = Bits::load(p) >> 16, magnitude = half & 0x7fff;
+    typename Bits::u32 bits = magnitude << 13;
     type v;
     std::memcpy(&v, &bits, sizeof v);
     v *= 0x1p112f;
@@ -110,19 +111,23 @@ struct Vec {
 };
 
 // Four weight rows at a time: independent sums hide latency, and a load of x (or of the running
-// output) serves four rows. `ahead` are the rows wanted a few steps later, null for no prefetch.
+// output) serves four rows. `next` are the four after them, null if nothing is to be prefetched.
 constexpr int kStreams = 4;
 template <typename T>
 using Quad = const T* const*;
 
+// Prefetches what is wanted half a KiB later: further on in the rows at hand, then in the next.
+// Much further ahead, four rows of 8 KiB would push everything else out of the first-level cache.
 template <typename T>
-SP_INLINE void prefetch(Quad<T> ahead, int64_t k) {
-  for (int s = 0; ahead && s < kStreams; ++s) __builtin_prefetch(ahead[s] + k, 0, 3);
+SP_INLINE void prefetch(Quad<T> w, Quad<T> next, int64_t k, int64_t d) {
+  const int64_t later = k + std::min<int64_t>(512 / sizeof(T), d);
+  for (int s = 0; next && s < kStreams; ++s)
+    __builtin_prefetch(later < d ? w[s] + later : next[s] + (later - d), 0, 3);
 }
 
 // out[r * kStreams + s] = weights[s] . x[r]  for `Rows` rows of x.
 template <int Bytes, int Rows, typename T, typename A>
-SP_INLINE void dot_rows(Quad<T> weights, Quad<T> ahead, const A* x, int64_t d, A* out) {
+SP_INLINE void dot_rows(Quad<T> weights, Quad<T> next, const A* x, int64_t ldx, int64_t d, A* out) {
   using V = Vec<A, Bytes>;
   constexpr int kLine = 64 / sizeof(T);
   const T* const w[kStreams] = {weights[0], weights[1], weights[2], weights[3]};
@@ -131,12 +136,12 @@ SP_INLINE void dot_rows(Quad<T> weights, Quad<T> ahead, const A* x, int64_t d, A
     for (auto& sum : row) sum = typename V::type{};
   int64_t k = 0;
   for (; k + kLine <= d; k += kLine) {
-    prefetch<T>(ahead, k);
+    prefetch<T>(w, next, k, d);
     for (int j = 0; j < kLine; j += V::N) {
       typename V::type wv[kStreams];
       for (int s = 0; s < kStreams; ++s) wv[s] = V::load(w[s] + k + j);
       for (int r = 0; r < Rows; ++r) {
-        typename V::type xv = V::load(x + r * d + k + j);
+        typename V::type xv = V::load(x + r * ldx + k + j);
         for (int s = 0; s < kStreams; ++s) sums[r][s] += wv[s] * xv;
       }
     }
@@ -144,55 +149,59 @@ SP_INLINE void dot_rows(Quad<T> weights, Quad<T> ahead, const A* x, int64_t d, A
   for (int r = 0; r < Rows; ++r)
     for (int s = 0; s < kStreams; ++s) {
       A total = V::sum(sums[r][s]);
-      for (int64_t t = k; t < d; ++t) total += A(w[s][t]) * x[r * d + t];
+      for (int64_t t = k; t < d; ++t) total += A(w[s][t]) * x[r * ldx + t];
       out[r * kStreams + s] = total;
     }
 }
 
-// y[r] += sum over s of h[r * kStreams + s] * weights[s].
+// y[r * ld + k] += sum over s of h[r * kStreams + s] * weights[s][k]  for k < d.
 template <int Bytes, typename T, typename A>
-SP_INLINE void add_rows(Quad<T> weights, Quad<T> ahead, const A* h, int64_t rows, int64_t d, A* y) {
+SP_INLINE void add_rows(Quad<T> weights, Quad<T> next, const A* h, int64_t rows, int64_t d, A* y,
+                        int64_t ld) {
   using V = Vec<A, Bytes>;
   constexpr int kLine = 64 / sizeof(T);
   const T* const w[kStreams] = {weights[0], weights[1], weights[2], weights[3]};
   int64_t k = 0;
   for (; k + kLine <= d; k += kLine) {
-    prefetch<T>(ahead, k);
+    prefetch<T>(w, next, k, d);
     for (int j = 0; j < kLine; j += V::N) {
       typename V::type wv[kStreams];
       for (int s = 0; s < kStreams; ++s) wv[s] = V::load(w[s] + k + j);
       for (int64_t r = 0; r < rows; ++r) {
-        typename V::type yv = V::load(y + r * d + k + j);
+        typename V::type yv = V::load(y + r * ld + k + j);
         for (int s = 0; s < kStreams; ++s) yv += wv[s] * h[r * kStreams + s];
-        V::store(y + r * d + k + j, yv);
+        V::store(y + r * ld + k + j, yv);
       }
     }
   }
   for (; k < d; ++k)
     for (int64_t r = 0; r < rows; ++r)
-      for (int s = 0; s < kStreams; ++s) y[r * d + k] += A(w[s][k]) * h[r * kStreams + s];
+      for (int s = 0; s < kStreams; ++s) y[r * ld + k] += A(w[s][k]) * h[r * kStreams + s];
 }
 
 template <typename T>
 struct Kernels {
   using A = acc_t<T>;
   // For 1, 2 and 4 rows of x. x comes as given and in the type of the sums: a kernel reads one.
-  void (*dot[3])(Quad<T> w, Quad<T> ahead, const T* x_raw, const A* x, int64_t d, A* out);
-  void (*add)(Quad<T> w, Quad<T> ahead, const A* h, int64_t rows, int64_t d, A* y);
+  void (*dot[3])(Quad<T> w, Quad<T> next, const T* x_raw, const A* x, int64_t ldx, int64_t d,
+                 A* out);
+  void (*add)(Quad<T> w, Quad<T> next, const A* h, int64_t rows, int64_t d, A* y, int64_t ld);
 };
 
-#define SP_KERNELS(NAME, BYTES, TARGET)                                                            \
-  template <int Rows, typename T, typename A>                                                      \
-  TARGET void dot_##NAME(Quad<T> w, Quad<T> ahead, const T*, const A* x, int64_t d, A* out) {      \
-    dot_rows<BYTES, Rows, T>(w, ahead, x, d, out);                                                 \
-  }                                                                                                \
-  template <typename T, typename A>                                                                \
-  TARGET void add_##NAME(Quad<T> w, Quad<T> ahead, const A* h, int64_t rows, int64_t d, A* y) {    \
-    add_rows<BYTES, T>(w, ahead, h, rows, d, y);                                                   \
-  }                                                                                                \
-  template <typename T, typename A = acc_t<T>>                                                     \
-  Kernels<T> kernels_##NAME() {                                                                    \
-    return {{dot_##NAME<1, T, A>, dot_##NAME<2, T, A>, dot_##NAME<4, T, A>}, add_##NAME<T, A>};    \
+#define SP_KERNELS(NAME, BYTES, TARGET)                                                         \
+  template <int Rows, typename T, typename A>                                                   \
+  TARGET void dot_##NAME(Quad<T> w, Quad<T> next, const T*, const A* x, int64_t ldx, int64_t d, \
+                         A* out) {                                                              \
+    dot_rows<BYTES, Rows, T>(w, next, x, ldx, d, out);                                          \
+  }                                                                                             \
+  template <typename T, typename A>                                                             \
+  TARGET void add_##NAME(Quad<T> w, Quad<T> next, const A* h, int64_t rows, int64_t d, A* y,    \
+                         int64_t ld) {                                                          \
+    add_rows<BYTES, T>(w, next, h, rows, d, y, ld);                                             \
+  }                                                                                             \
+  template <typename T, typename A = acc_t<T>>                                                  \
+  Kernels<T> kernels_##NAME() {                                                                 \
+    return {{dot_##NAME<1, T, A>, dot_##NAME<2, T, A>, dot_##NAME<4, T, A>}, add_##NAME<T, A>}; \
   }
 
 SP_KERNELS(plain, 16, )
@@ -204,20 +213,20 @@ SP_KERNELS(avx512, 64, __attribute__((target(SP_AVX512))))
 // bf16 has a dot product instruction of its own, which needs no conversions.
 template <int Rows>
 __attribute__((target(SP_AVX512 ",avx512bf16"))) void dot_avx512_bf16(
-    Quad<c10::BFloat16> weights, Quad<c10::BFloat16> ahead, const c10::BFloat16* x, const float*,
-    int64_t d, float* out) {
+    Quad<c10::BFloat16> weights, Quad<c10::BFloat16> next, const c10::BFloat16* x, const float*,
+    int64_t ldx, int64_t d, float* out) {
   const c10::BFloat16* const w[kStreams] = {weights[0], weights[1], weights[2], weights[3]};
   __m512 sums[Rows][kStreams];
   for (auto& row : sums)
     for (auto& sum : row) sum = _mm512_setzero_ps();
   for (int64_t k = 0; k < d; k += 32) {
-    prefetch<c10::BFloat16>(ahead, k);
+    prefetch<c10::BFloat16>(w, next, k, d);
     const __mmask32 inside = d - k >= 32 ? ~__mmask32(0) : (__mmask32(1) << (d - k)) - 1;
     __m512bh wv[kStreams];
     for (int s = 0; s < kStreams; ++s)
       wv[s] = (__m512bh)_mm512_maskz_loadu_epi16(inside, w[s] + k);
     for (int r = 0; r < Rows; ++r) {
-      const __m512bh xv = (__m512bh)_mm512_maskz_loadu_epi16(inside, x + r * d + k);
+      const __m512bh xv = (__m512bh)_mm512_maskz_loadu_epi16(inside, x + r * ldx + k);
       for (int s = 0; s < kStreams; ++s) sums[r][s] = _mm512_dpbf16_ps(sums[r][s], wv[s], xv);
     }
   }
@@ -248,10 +257,10 @@ Kernels<T> pick_kernels() {
   return kernels_plain<T>();
 }
 
-// ---- Projections ---------------------------------------------------------------------------------
+// ---- Projections -------------------------------------------------------------------------------
 
-// Runs f(block) for every block. Threads take blocks as they come free: with an even split, one busy
-// core would hold up the whole step.
+// Runs f(block) for every block. Threads take blocks as they come free: with an even split, one
+// busy core would hold up the whole step.
 template <typename F>
 void for_blocks(int64_t blocks, const F& f) {
   std::atomic<int64_t> next{0};
@@ -262,18 +271,21 @@ void for_blocks(int64_t blocks, const F& f) {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// How many rows ahead to prefetch: at least 4 KiB, to give memory time to answer.
-int64_t rows_ahead(int64_t row_bytes, int64_t step) {
-  return divide_up(divide_up(4096, row_bytes), step) * step;
-}
+// A little more than d from row to row: at a distance of some power of two, the rows of x (or y)
+// would fall into the same few lines of the first-level cache.
+int64_t row_stride(int64_t d) { return d + 32; }
 
+// The rows of x, as given and in the type of the sums.
 template <typename T>
 struct Input {
-  const T* raw;
-  int64_t rows, d;
+  int64_t rows, d, ld;
+  std::vector<T> raw;
   std::vector<acc_t<T>> wide;
   explicit Input(const at::Tensor& x)
-      : raw(x.const_data_ptr<T>()), rows(x.size(0)), d(x.size(1)), wide(raw, raw + rows * d) {}
+      : rows(x.size(0)), d(x.size(1)), ld(row_stride(d)), raw(rows * ld) {
+    for (int64_t r = 0; r < rows; ++r) std::copy_n(x.const_data_ptr<T>() + r * d, d, &raw[r * ld]);
+    wide.assign(raw.begin(), raw.end());
+  }
 };
 
 // Dot products of all rows of x with rows channel(0) .. channel(count - 1) of M matrices (gate and
@@ -283,23 +295,23 @@ void project(const T* const (&mats)[M], int64_t count, const Channel& channel, c
              const Done& done) {
   constexpr int64_t kStep = kStreams / M;
   const auto kernels = pick_kernels<T>();
-  const int64_t rows = x.rows, d = x.d, distance = rows_ahead(d * sizeof(T), kStep);
+  const int64_t rows = x.rows, d = x.d, ld = x.ld;
   // Prefetching stops at the end of a block, so blocks must not be too small.
   const int64_t size = divide_up(std::max<int64_t>(divide_up(count, 16), 16), kStep) * kStep;
   for_blocks(divide_up(count, size), [&](int64_t block) {
     const int64_t begin = block * size, end = std::min(count, begin + size);
     std::vector<acc_t<T>> out(rows * kStreams);
-    const T *w[kStreams], *ahead[kStreams];
+    const T *w[kStreams], *next[kStreams];
     for (int64_t p = begin; p < end; p += kStep) {
       for (int64_t i = 0; i < kStep; ++i)
         for (size_t m = 0; m < M; ++m) {
           w[i * M + m] = mats[m] + channel(std::min(p + i, end - 1)) * d;
-          ahead[i * M + m] = mats[m] + channel(std::min(p + i + distance, end - 1)) * d;
+          next[i * M + m] = mats[m] + channel(std::min(p + i + kStep, end - 1)) * d;
         }
       for (int64_t r = 0, some; r < rows; r += some) {
         some = rows - r >= 4 ? 4 : rows - r >= 2 ? 2 : 1;
         // After the first pass the weights are in the first-level cache.
-        kernels.dot[some / 2](w, r == 0 ? ahead : nullptr, x.raw + r * d, &x.wide[r * d], d,
+        kernels.dot[some / 2](w, r == 0 ? next : nullptr, &x.raw[r * ld], &x.wide[r * ld], ld, d,
                               &out[r * kStreams]);
       }
       for (int64_t i = 0; i < std::min(kStep, end - p); ++i)
@@ -315,38 +327,39 @@ void down_project(const T* w_t, const T* bias, const std::vector<int32_t>& activ
                   T* y) {
   using A = acc_t<T>;
   const auto kernels = pick_kernels<T>();
-  const int64_t count = active.size(), distance = rows_ahead(d * sizeof(T), kStreams);
+  const int64_t count = active.size(), ld = row_stride(d);
   // Every block sums into an output of its own; these are added up at the end.
   const int64_t blocks = std::clamp<int64_t>(count * d * sizeof(T) / (128 << 10), 1, 16);
   const int64_t size = divide_up(divide_up(count, blocks), kStreams) * kStreams;
-  const at::Tensor sums = at::empty({blocks, rows, d}, c10::CppTypeToScalarType<A>::value);
+  const at::Tensor sums = at::empty({blocks, rows, ld}, c10::CppTypeToScalarType<A>::value);
   A* const partial = sums.mutable_data_ptr<A>();
   const std::vector<T> zeros(d);  // in place of missing rows: an infinite weight times 0 is NaN
   for_blocks(blocks, [&](int64_t block) {
     const int64_t begin = block * size, end = std::min(count, begin + size);
-    A* out = partial + block * rows * d;
-    std::fill(out, out + rows * d, A(0));
+    A* out = partial + block * rows * ld;
+    std::fill(out, out + rows * ld, A(0));
     std::vector<A> factors(rows * kStreams);
-    const T *w[kStreams], *ahead[kStreams];
+    const T *w[kStreams], *next[kStreams];
     for (int64_t p = begin; p < end; p += kStreams) {
       for (int64_t s = 0; s < kStreams; ++s) {
         const bool inside = p + s < end;
         w[s] = inside ? w_t + channels(active[p + s]) * d : zeros.data();
-        ahead[s] = w_t + channels(active[std::min(p + s + distance, end - 1)]) * d;
+        next[s] = w_t + channels(active[std::min(p + kStreams + s, end - 1)]) * d;
         for (int64_t r = 0; r < rows; ++r)
           factors[r * kStreams + s] = inside ? h[r * n + active[p + s]] : A(0);
       }
-      kernels.add(w, ahead, factors.data(), rows, d, out);
+      kernels.add(w, next, factors.data(), rows, d, out, ld);
     }
   });
-  for (int64_t i = 0; i < rows * d; ++i) {
-    A total = bias ? A(bias[i % d]) : A(0);
-    for (int64_t b = 0; b < blocks; ++b) total += partial[b * rows * d + i];
-    y[i] = T(total);
-  }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t k = 0; k < d; ++k) {
+      A total = bias ? A(bias[k]) : A(0);
+      for (int64_t b = 0; b < blocks; ++b) total += partial[(b * rows + r) * ld + k];
+      y[r * d + k] = T(total);
+    }
 }
 
-// ---- Activation and selection --------------------------------------------------------------------
+// ---- Activation and selection ------------------------------------------------------------------
 
 enum class Act { silu, gelu, gelu_tanh, relu };
 
@@ -370,8 +383,8 @@ A activate(Act act, A v) {
   }
 }
 
-// A candidate, ordered best first; of equal scores, the lower position. For a score >= 0 the order of
-// the bits is the order of the values. NaN goes before infinity: the dense block would let it
+// A candidate, ordered best first; of equal scores, the lower position. For a score >= 0 the order
+// of the bits is the order of the values. NaN goes before infinity: the dense block would let it
 // through, and so must the pruned one.
 template <typename A>
 struct Ranked {
@@ -388,7 +401,7 @@ struct Ranked {
   }
 };
 
-// ---- Arguments -----------------------------------------------------------------------------------
+// ---- Arguments ---------------------------------------------------------------------------------
 
 using at::Tensor;
 using OptTensor = std::optional<Tensor>;
@@ -430,7 +443,7 @@ struct Channels {
 
 at::ScalarType sum_type(at::ScalarType t) { return t == at::kDouble ? at::kDouble : at::kFloat; }
 
-// ---- Operators -----------------------------------------------------------------------------------
+// ---- Operators ---------------------------------------------------------------------------------
 
 void check_up(const Tensor& x, const OptTensor& wg, const Tensor& wu, const OptTensor& bg,
               const OptTensor& bu) {
@@ -555,7 +568,8 @@ std::vector<int32_t> select(std::vector<A>& h, int64_t rows, const Channels& cha
     }
     std::sort(selected + r * k, selected + (r + 1) * k);
     // What this row drops another may keep.
-    for (int64_t j = k; j < n_cand && !shared && rows > 1; ++j) h[r * n + ranked[j].position] = A(0);
+    for (int64_t j = k; j < n_cand && !shared && rows > 1; ++j)
+      h[r * n + ranked[j].position] = A(0);
   }
   std::vector<int32_t> active;
   active.reserve(n);
