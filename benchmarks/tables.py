@@ -1,7 +1,7 @@
 """Write the tables of measured numbers into the documents, from the result files: `python benchmarks/tables.py`.
 
 A test checks that the committed documents are what this script writes. The results come from:
-    stageprune bench --threads 2 --what all --seconds 20 --json docs/results/bench.json
+    stageprune bench --threads 2 --seconds 15 --json docs/results/bench.json
     python benchmarks/ablation.py
 """
 
@@ -20,9 +20,9 @@ def speed_table(data: dict[str, Any]) -> str:
     system = data["system"]
     lines = [
         f"SmolLM2-135M-Instruct ({data['dtype']}), batch 1, 10 of 30 layers skipped, {system['cpu']} with",
-        f"{system['threads']} threads, torch {system['torch']}, transformers {system['transformers']}. Dense and pruned",
-        "turns alternate on the same prompts; medians, and the middle half of the speed-ups. Reproduce with",
-        "`stageprune bench --threads 2 --what all --seconds 20`.",
+        f"{system['threads']} threads, torch {system['torch']}, transformers {system['transformers']}. Dense and",
+        "pruned turns alternate on the same prompts; medians, and the middle half of the speed-ups. Reproduce with",
+        "`stageprune bench --threads 2 --seconds 15`.",
         "",
         "| prompt tokens | dense | pruned | speed-up | middle half | ideal (FLOPs) | peak memory dense / pruned |",
         "|---|---|---|---|---|---|---|",
