@@ -13,6 +13,7 @@ Outside `generate()` a forward pass is dense, unless the caller says otherwise w
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,9 @@ from stageprune.overrides import MethodOverride
 CACHE_NAMES = ("past_key_values", "cache", "layer_past", "past_key_value")
 """What the argument that carries the K/V cache is called: transformers renamed it in 5.24, some families differ."""
 
+_MEMORIES = "_stageprune_memories"
+_keys = itertools.count()
+
 
 @dataclass
 class Stage:
@@ -38,6 +42,8 @@ class Stage:
         prefill: how many leading positions encode the context.
         length: how many new positions the pass has.
         boundary: whether position `prefill` is the last token of the prompt.
+        past: how many positions were cached before the pass; only told when some positions are prefill.
+        padding: the 2-D attention mask that `generate()` was given, if any.
         call: the arguments of the model's forward.
         carry: what the layers of this one pass hand to each other; gone when the pass ends.
         memory: what methods remember of the sequences in the K/V cache; lives and dies with the cache.
@@ -47,6 +53,8 @@ class Stage:
     length: int
     boundary: bool
     call: dict[str, Any]
+    past: int = 0
+    padding: torch.Tensor | None = None
     carry: dict[Any, Any] = field(default_factory=dict)
     memory: dict[Any, Any] = field(default_factory=dict)
 
@@ -56,6 +64,7 @@ class _Prompt:
     """A running `generate()`: where its prompt ends, and whether the prompt's last token has been processed."""
 
     length: int
+    mask: torch.Tensor | None = None
     encoded: bool = False
 
 
@@ -79,7 +88,10 @@ class StageTracker:
 
     def __init__(self, model: nn.Module, owner: Any = None) -> None:
         self._state = _PerThread()
-        self._memories: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self.keeps_prefill_rows = True
+        """Whether hidden states of prefill rows reach the language-model head; a method may end them before."""
+        self._key = next(_keys)
+        self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
         self._parameters = _positional_names(model)
         self._max_length = getattr(_text_config(model), "max_position_embeddings", None)
         wrappers = {"forward": self._forward, "generate": self._generate, "generate_batch": self._generate_batch}
@@ -88,9 +100,11 @@ class StageTracker:
         ]
 
     def detach(self) -> None:
-        """Give the model its own methods back."""
+        """Give the model its own methods back, and forget what was remembered of caches."""
         for override in reversed(self._overrides):
             override.remove()
+        for cache in self._caches:
+            vars(cache).get(_MEMORIES, {}).pop(self._key, None)
 
     @property
     def current(self) -> Stage | None:
@@ -134,7 +148,7 @@ class StageTracker:
                 f"the prompt has {length} tokens, more than the model's context of {self._max_length} "
                 "(max_position_embeddings); shorten the prompt"
             )
-        self._state.prompts.append(_Prompt(length))
+        self._state.prompts.append(_Prompt(length, kwargs.get("attention_mask")))
         try:
             return generate(*args, **kwargs)
         finally:
@@ -167,7 +181,9 @@ class StageTracker:
             return forward(*args, **kwargs)
         cache = _cache(call)
         if cache is not None:
-            stage.memory = self._memories.setdefault(cache, {})
+            stage.memory = self._memories(cache).setdefault(self._key, {})
+            if stage.prefill and stage.past == 0:
+                stage.memory.clear()  # a cache that was reset and is used again
         outer, state.stage = state.stage, stage
         try:
             output = forward(**call)
@@ -181,7 +197,13 @@ class StageTracker:
         """Keep the memory of a pass that began without a cache, if the model made one."""
         cache = _cache(output) if isinstance(output, Mapping) else None
         if cache is not None:
-            self._memories[cache] = stage.memory
+            self._memories(cache)[self._key] = stage.memory
+
+    def _memories(self, cache: Any) -> dict[int, dict[Any, Any]]:
+        """What each tracker remembers of a cache. It lies on the cache itself, so that a copy has it, too."""
+        self._caches.add(cache)
+        memories: dict[int, dict[Any, Any]] = vars(cache).setdefault(_MEMORIES, {})
+        return memories
 
     def _explicit_stage(self, prefill: int, call: dict[str, Any]) -> Stage:
         length = _new_positions(call)
@@ -191,8 +213,14 @@ class StageTracker:
             if call.get("labels") is not None:
                 raise StageError("labels need logits at every position; the pruned positions have none")
             if "logits_to_keep" in self._parameters:
-                call["logits_to_keep"] = _logits_of_decode_rows(call.get("logits_to_keep", 0), prefill, length)
-        return Stage(prefill, length, boundary=0 < prefill < length, call=call)
+                keep = _logits_of_decode_rows(call.get("logits_to_keep", 0), prefill, length)
+                if self.keeps_prefill_rows and isinstance(keep, torch.Tensor):
+                    keep = keep + prefill
+                elif self.keeps_prefill_rows and keep == 0:
+                    keep = torch.empty(0, dtype=torch.long)  # none, where 0 would be all
+                call["logits_to_keep"] = keep
+        past = _past_length(call) if prefill else 0
+        return Stage(prefill, length, boundary=0 < prefill < length, call=call, past=past)
 
 
 def prompt_length(*args: Any, **kwargs: Any) -> int:
@@ -222,7 +250,8 @@ def _generate_stage(prompt: _Prompt, call: dict[str, Any]) -> Stage:
     past, last = _past_length(call), prompt.length - 1
     prompt.encoded = past + length > last
     prefill = min(max(last - past, 0), length)
-    return Stage(prefill, length, boundary=past <= last < past + length, call=call)
+    boundary = past <= last < past + length
+    return Stage(prefill, length, boundary, call=call, past=past, padding=prompt.mask)
 
 
 def _logits_of_decode_rows(keep: int | torch.Tensor, prefill: int, length: int) -> int | torch.Tensor:

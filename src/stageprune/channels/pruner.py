@@ -20,7 +20,7 @@ from stageprune.channels.kernels.base import Backend, Layer
 from stageprune.channels.kernels.choose import make_backend
 from stageprune.channels.partition import Partition, partition, squares
 from stageprune.channels.real_tokens import real_tokens
-from stageprune.channels.sizes import Sizes, attention_parameters, mlp_ratio_of, sizes_of
+from stageprune.channels.sizes import Sizes, mlp_ratio_of, sizes_of
 from stageprune.errors import SettingError
 from stageprune.families.costs import linear_weights
 from stageprune.families.decoder import Decoder
@@ -36,12 +36,14 @@ class Memory:
 
     Attributes:
         sums: of squared activations over prefill rows, `[groups, h]`.
+        seen: which groups had a real token among those rows, `[groups]`; None if all had.
         partition: from them; None when they changed.
         bound: what the backend keeps for the partition.
         picked: of every decode row so far, `[groups, rows, K]` each; kept only while tracking.
     """
 
     sums: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
     partition: Partition | None = None
     bound: Any = None
     picked: list[torch.Tensor] = field(default_factory=list)
@@ -117,16 +119,19 @@ class PrunedFFN:
             outputs.append(self._prefill(stage, memory, inputs[:, :prefill]))
         if prefill < inputs.shape[1]:
             rows = inputs[:, prefill:]
-            outputs.append(forward(rows) if memory.sums is None else self._decode(memory, rows))
+            outputs.append(forward(rows) if memory.sums is None else self._decode(forward, memory, rows))
         result: torch.Tensor = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return result
 
     def _prefill(self, stage: Stage, memory: Memory, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.ffn.hidden(inputs)
         real = real_tokens(stage)
-        sums = squares(hidden, None if real is None else real[:, : inputs.shape[1]])
+        if real is not None:
+            real = real[:, : inputs.shape[1]]
+        sums = squares(hidden, real)
         if self._method.scope == "batch":
             sums = sums.sum(0, keepdim=True)
+        memory.seen = _seen(memory, real, len(sums))
         memory.sums = sums if memory.sums is None else memory.sums + sums
         memory.partition = memory.bound = None
         if self._method.prefill != "dense":
@@ -136,7 +141,7 @@ class PrunedFFN:
         outputs: torch.Tensor = self.ffn.down(hidden)
         return outputs
 
-    def _decode(self, memory: Memory, inputs: torch.Tensor) -> torch.Tensor:
+    def _decode(self, forward: Any, memory: Memory, inputs: torch.Tensor) -> torch.Tensor:
         parts = self._partition(memory)
         if memory.bound is None:
             memory.bound = self.backend.bind(parts)
@@ -144,6 +149,8 @@ class PrunedFFN:
         outputs, picked = self.backend.run(inputs, parts, memory.bound)
         if self.tracking and picked is not None:
             memory.picked.append(picked)
+        if memory.seen is not None:
+            outputs = torch.where(memory.seen[:, None, None], outputs, forward(inputs))
         return outputs
 
     def _partition(self, memory: Memory) -> Partition:
@@ -151,6 +158,15 @@ class PrunedFFN:
             assert memory.sums is not None
             memory.partition = partition(memory.sums, self._column_norms, self.sizes)
         return memory.partition
+
+
+def _seen(memory: Memory, real: torch.Tensor | None, groups: int) -> torch.Tensor | None:
+    """Which groups have seen a real prefill token by now: a shorter prompt can be all padding so far."""
+    if real is None or (memory.sums is not None and memory.seen is None):
+        return None
+    now = real.any(1) if groups == len(real) else real.any()[None]
+    now = now if memory.seen is None else memory.seen | now
+    return None if bool(now.all()) else now
 
 
 def _norms(weight: torch.Tensor, dim: int) -> torch.Tensor:
@@ -170,7 +186,8 @@ def _mlp_ratio(method: OnlineChannelPruning, index: int, decoder: Decoder, ffn: 
     requested = _requested(method, index)
     if method.ratios is not None or method.mlp_ratio is not None:
         return requested
-    return mlp_ratio_of(requested, attention_parameters(decoder.config), linear_weights(ffn.module))
+    inside = linear_weights(ffn.module)
+    return mlp_ratio_of(requested, linear_weights(decoder.layers[index]) - inside, inside)
 
 
 def _check_layers(method: OnlineChannelPruning, count: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from stageprune.errors import SettingError
 from stageprune.methods import OnlineChannelPruning
@@ -82,14 +81,6 @@ def mlp_ratio_of(ratio: float, attention: int, ffn: int) -> float:
             "choose less, or set mlp_ratio"
         )
     return result
-
-
-def attention_parameters(config: Any) -> int:
-    """Weights of the attention projections of one layer, from a model's shape."""
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(2 * config.hidden_size * head_dim * (heads + kv_heads))
 
 
 def _round(value: float) -> int:

@@ -90,5 +90,6 @@ def generate(
         f"prompt {len(tokens):,} tokens ({skipped}); first token after {show.seconds(answer.first_token_s)}, then "
         f"{show.rate(answer.tokens_per_s)}",
         style="dim",
+        highlight=False,
         soft_wrap=True,
     )

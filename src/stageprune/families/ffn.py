@@ -20,6 +20,7 @@ _PLACES = ("mlp", "feed_forward", "ffn")
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _FUSED = (("gate_up_proj", "down_proj"),)
 _UNGATED = (("up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"), ("c_fc", "c_proj"), ("fc1", "fc2"))
+_PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 
 
@@ -61,7 +62,8 @@ class Projection:
         """Whether the weight can be read directly: no quantization, adapter, hook or offloading in between."""
         linear = self.linear
         return (
-            type(linear) is nn.Linear
+            isinstance(linear, nn.Linear)
+            and linear.weight.dtype in _PLAIN
             and "forward" not in vars(linear)
             and not linear._forward_hooks
             and not linear._forward_pre_hooks

@@ -75,10 +75,10 @@ class OnlineChannelPruning(Method):
         if self.refresh is not None:
             count("refresh", self.refresh)
         if self.ratios is not None:
-            if isinstance(self.ratios, str) or not isinstance(self.ratios, Sequence):
+            if isinstance(self.ratios, (str, bytes)) or not isinstance(self.ratios, Sequence):
                 raise SettingError(f"ratios must list one MLP ratio per layer, got {type(self.ratios).__name__}")
             object.__setattr__(self, "ratios", tuple(share("ratios", ratio) for ratio in self.ratios))
-        if isinstance(self.protect, str) or not isinstance(self.protect, Sequence):
+        if isinstance(self.protect, (str, bytes)) or not isinstance(self.protect, Sequence):
             raise SettingError(f"protect must list layer indices, got {type(self.protect).__name__}")
         object.__setattr__(self, "protect", layer_indices("protect", self.protect))
 

@@ -52,7 +52,7 @@ def _layer_choice(value: Any) -> LayerRule | tuple[int, ...]:
         if value in get_args(LayerRule):
             return value  # type: ignore[return-value]
         raise SettingError(f"layers must be one of {get_args(LayerRule)} or a list of layer indices, got {value!r}")
-    if not isinstance(value, Sequence):
+    if isinstance(value, bytes) or not isinstance(value, Sequence):
         raise SettingError(
             f"layers must be one of {get_args(LayerRule)} or a list of layer indices, got {type(value).__name__}"
         )

@@ -47,6 +47,7 @@ class PrefillPruner:
         self.context_free = tuple(sorted({*self.skipped, count - 1})) if self.skipped else ()
         if not method.kv_projection:
             _check_unprojected(decoder, self.skipped)
+        tracker.keeps_prefill_rows = not self.context_free
         self._overrides: list[MethodOverride] = []
         for layer in self._describe(decoder, tracker):
             self._overrides.append(MethodOverride(layer.module, "forward", layer, owner=self))
