@@ -28,7 +28,6 @@ SETTINGS = st.fixed_dictionaries(
         prefill=st.sampled_from(["candidates", "budget", "dense"]),
         scope=st.sampled_from(["batch", "sequence"]),
         backend=st.sampled_from(["auto", "masked", "sliced", "indexed"]),
-        refresh=st.none() | st.integers(1, 10_000),
         ratios=st.none() | st.lists(SHARES, max_size=8) | st.lists(SHARES, max_size=8).map(tuple),
         protect=st.sets(st.integers(0, 99)).map(list),
         multiple=st.integers(1, 10_000),
@@ -89,7 +88,6 @@ WRONG = [
     *[dict(prefill=value) for value in ("retained", "", "DENSE", None, 0, True)],
     *[dict(scope=value) for value in ("token", "", "Batch", None, 1, ("batch",))],
     *[dict(backend=value) for value in ("cuda", "", "Masked", None, 0, torch.float32)],
-    *[dict(refresh=value) for value in NO_COUNTS],
     *[dict(multiple=value) for value in (*NO_COUNTS, None)],
     *[dict(ratios=value) for value in (0.3, "0.3", {0.1, 0.2}, {0: 0.3}, range, True)],
     *[dict(ratios=value) for value in ([1.0], [0.3, -0.1], [0.3, "0.3"], [None], [True], [[0.3]], [math.nan], b"\x00")],
@@ -138,7 +136,7 @@ def test_wrong_dictionaries(data) -> None:
     [
         *["", "{", "[]", "3", "null", '{"ratio": NaN}', '{"partition_fraction": NaN}', '{"mlp_ratio": 0.3,}', "\x00"],
         *['{"ratios": [0.5, null]}', '{"ratios": "0.5"}', '{"protect": [0.5]}', '{"scope": null}', None],
-        '{"refresh": Infinity}',
+        '{"multiple": Infinity}',
     ],
 )
 def test_damaged_json(text) -> None:

@@ -37,7 +37,6 @@ class OnlineChannelPruning(Method):
         scope: `"batch"`: one partition and one choice per step for the whole batch (the paper's formula);
             `"sequence"`: each sequence its own, as if it were alone.
         backend: what runs the FFN of generated tokens: `"masked"` (no speed-up), `"sliced"`, `"indexed"`, `"auto"`.
-        refresh: repartition every so many generated tokens, from the statistics of the prompt and those tokens.
         ratios: MLP ratios layer by layer; overrides `ratio` and `mlp_ratio`.
         protect: layers that stay dense.
         multiple: round the number of retained, computed and active channels up to a multiple of this.
@@ -56,7 +55,6 @@ class OnlineChannelPruning(Method):
     prefill: PrefillRule = "candidates"
     scope: Scope = "batch"
     backend: BackendName = "auto"
-    refresh: int | None = None
     ratios: Sequence[float] | None = None
     protect: Sequence[int] = ()
     multiple: int = 1
@@ -72,8 +70,6 @@ class OnlineChannelPruning(Method):
         choice("scope", self.scope, get_args(Scope))
         choice("backend", self.backend, get_args(BackendName))
         count("multiple", self.multiple)
-        if self.refresh is not None:
-            count("refresh", self.refresh)
         if self.ratios is not None:
             if isinstance(self.ratios, (str, bytes)) or not isinstance(self.ratios, Sequence):
                 raise SettingError(f"ratios must list one MLP ratio per layer, got {type(self.ratios).__name__}")
@@ -89,7 +85,7 @@ class OnlineChannelPruning(Method):
 
     @classmethod
     def preset(cls, name: str) -> Self:
-        """Settings by name; see `docs/channels.md` for what each costs and gains.
+        """Settings by name; `paper` is the faithful default.
 
         Raises:
             SettingError: for an unknown name.
