@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from stageprune.cli import common
 from stageprune.cli.app import run
 from stageprune.models import load
 from tiny import write_gguf
@@ -33,7 +34,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """Run a command line in this process."""
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "200")  # for what runs in a process of its own
+    for console in (common.console, common.output):
+        monkeypatch.setattr(console, "_width", 200)  # read from COLUMNS when they were made
 
     def execute(*arguments: object) -> Result:
         code = run([str(argument) for argument in arguments])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 console = Console(stderr=True)
 """For everything that is not the result: progress, notes, errors."""
 
-output = Console(highlight=False)
-"""For the result."""
+_FILE_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+
+output = Console(highlight=False, width=_FILE_WIDTH)
+"""For the result. In a file or a pipe nothing says how wide tables may be, and 80 columns would cut them."""
 
 
 class UsageProblem(Exception):

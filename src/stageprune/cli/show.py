@@ -5,8 +5,8 @@ from __future__ import annotations
 from stageprune.evaluate.spread import Spread
 
 BUSY = (
-    "The times vary a lot, so this machine is busy with something else; the speed-up, taken between neighbouring "
-    "turns, is steadier than the times."
+    "The times vary a lot: this machine is busy with something else. The speed-up, taken between neighbouring turns, "
+    "suffers less than the times, but measure again when it is idle."
 )
 
 
