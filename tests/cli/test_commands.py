@@ -94,6 +94,7 @@ def test_compare_reports_both_sides(command, tiny: Path) -> None:
     assert data["prefill"]["ideal_speedup"] == data["report"]["ideal_speedup"] > 1
     assert data["dense_tokens"] == answer(tiny, "a b c d", None)[1]
     assert data["pruned_tokens"] == answer(tiny, "a b c d", sp.PrefillOnlyPruning(0.5))[1]
+    assert data["decode"]["speedup"]["count"] == 2
     equal = [a == b for a, b in zip(data["dense_tokens"], data["pruned_tokens"], strict=True)]
     assert data["equal_share"] == sum(equal) / len(equal)
     text = command(*arguments)

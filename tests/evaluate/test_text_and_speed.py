@@ -103,6 +103,7 @@ def test_the_typical_pair_is_the_one_with_the_median_speedup(model) -> None:
     assert decode is not None
     assert decode.dense_tokens_per_s.median == 2, "two rows, a second each"
     assert decode.speedup.median == 2
+    assert decode.typical_tokens_per_s[1] == 2 * decode.typical_tokens_per_s[0]
     assert decode_speed([(turn(1.0), turn(1.0, 2.0))]) is None
 
 

@@ -165,8 +165,7 @@ def _decode_table(cells: list[Cell]) -> Table:
             continue
         table.add_row(
             *_labels(cell),
-            show.rate(cell.decode.dense_tokens_per_s.median),
-            show.rate(cell.decode.pruned_tokens_per_s.median),
+            *map(show.rate, cell.decode.typical_tokens_per_s),
             show.factor(cell.decode.speedup.median),
             show.quartiles(cell.decode.speedup),
             str(cell.pairs),

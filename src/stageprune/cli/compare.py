@@ -133,11 +133,18 @@ def _table(result: Comparison) -> Table:
             f"{report.pruned_flops / 1e9:,.0f} GFLOP",
             f"{show.factor(prefill.ideal_speedup)} ideal",
         ),
-        ("answer", show.rate(result.dense.tokens_per_s), show.rate(result.pruned.tokens_per_s), "full model"),
+        _decode_row(result),
     ]
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _decode_row(result: Comparison) -> tuple[str, ...]:
+    if result.decode is None:
+        return ("tokens after it", "-", "-", "-")
+    rates = map(show.rate, result.decode.typical_tokens_per_s)
+    return ("tokens after it", *rates, show.factor(result.decode.speedup.median))
 
 
 def _verdict(result: Comparison) -> str:

@@ -11,9 +11,12 @@ import torch
 
 from stageprune.evaluate.agreement import equal_share, first_difference, teacher_forced_agreement
 from stageprune.evaluate.clock import TimedAnswer, timed_generate
-from stageprune.evaluate.speed import PrefillSpeed, alternate, prefill_speed
+from stageprune.evaluate.speed import DecodeSpeed, PrefillSpeed, alternate, decode_speed, prefill_speed
 from stageprune.pruning import Handle
 from stageprune.report import Report
+
+TIMED_TOKENS = 9
+"""Generated in each timed turn: the first, and some more for the speed of generation."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Comparison:
     Attributes:
         report: what is skipped, and the floating-point operations on this prompt.
         prefill: time to the first token.
+        decode: the tokens after it, which the full model generates in both; None if there is one token only.
         dense: the dense model's answer, greedy.
         pruned: the pruned model's answer, greedy.
         agreement: the share of the dense answer's tokens that the pruned model would choose after the same tokens
@@ -31,6 +35,7 @@ class Comparison:
 
     report: Report
     prefill: PrefillSpeed
+    decode: DecodeSpeed | None
     dense: TimedAnswer
     pruned: TimedAnswer
     agreement: float
@@ -50,10 +55,7 @@ class Comparison:
         return {
             "report": self.report.to_dict(),
             "prefill": self.prefill.to_dict(),
-            "decode": {
-                "dense_tokens_per_s": self.dense.tokens_per_s,
-                "pruned_tokens_per_s": self.pruned.tokens_per_s,
-            },
+            "decode": self.decode and self.decode.to_dict(),
             "dense_tokens": self.dense.tokens[0].tolist(),
             "pruned_tokens": self.pruned.tokens[0].tolist(),
             "equal_share": self.equal_share,
@@ -76,13 +78,13 @@ def compare(
     patience: float = math.inf,
     on_turn: Callable[[], object] = lambda: None,
 ) -> Comparison:
-    """Answer one prompt dense and pruned, then measure the time to the first token in alternation.
+    """Answer one prompt dense and pruned, then measure the speed of both in alternation.
 
     Args:
         handle: of the pruned model.
         input_ids: the prompt, `[1, length]`.
         max_new_tokens: of each answer.
-        pairs: of turns for the time to the first token; the answers before them are the warm-up.
+        pairs: of turns to time; the answers before them are the warm-up.
         patience: in seconds, for these turns; when it is used up, three pairs are enough.
         on_turn: called after each step, such as to advance a progress bar; see `turns_of`.
     """
@@ -93,6 +95,8 @@ def compare(
     on_turn()
     agreement = teacher_forced_agreement(handle, input_ids, dense.tokens)
     on_turn()
-    turns = alternate(handle, input_ids, pairs=pairs, patience=patience, on_turn=on_turn)
+    timed_tokens = min(TIMED_TOKENS, max_new_tokens)
+    turns = alternate(handle, input_ids, timed_tokens, pairs=pairs, patience=patience, on_turn=on_turn)
     length = input_ids.shape[1]
-    return Comparison(handle.report(length), prefill_speed(handle, length, turns), dense, pruned, agreement)
+    prefill, decode = prefill_speed(handle, length, turns), decode_speed(turns)
+    return Comparison(handle.report(length), prefill, decode, dense, pruned, agreement)

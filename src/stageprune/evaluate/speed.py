@@ -67,11 +67,13 @@ class DecodeSpeed:
         dense_tokens_per_s: of the dense model, all rows of the batch together.
         pruned_tokens_per_s: likewise, pruned.
         speedup: pruned over dense, per pair of turns.
+        typical_tokens_per_s: the dense and the pruned speed of the pair whose speed-up is the median.
     """
 
     dense_tokens_per_s: Spread
     pruned_tokens_per_s: Spread
     speedup: Spread
+    typical_tokens_per_s: tuple[float, float]
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready data."""
@@ -79,6 +81,7 @@ class DecodeSpeed:
             "dense_tokens_per_s": self.dense_tokens_per_s.to_dict(),
             "pruned_tokens_per_s": self.pruned_tokens_per_s.to_dict(),
             "speedup": self.speedup.to_dict(),
+            "typical_tokens_per_s": {"dense": self.typical_tokens_per_s[0], "pruned": self.typical_tokens_per_s[1]},
         }
 
 
@@ -160,7 +163,8 @@ def decode_speed(pairs: list[Pair]) -> DecodeSpeed | None:
     if len(dense) < len(pairs) or len(pruned) < len(pairs):
         return None
     ratios = [fast / slow for slow, fast in zip(dense, pruned, strict=True)]
-    return DecodeSpeed(Spread.of(dense), Spread.of(pruned), Spread.of(ratios))
+    typical = ratios.index(statistics.median_low(ratios))
+    return DecodeSpeed(Spread.of(dense), Spread.of(pruned), Spread.of(ratios), (dense[typical], pruned[typical]))
 
 
 def prefill_memory(handle: Handle, input_ids: torch.Tensor) -> PrefillMemory:
