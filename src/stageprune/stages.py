@@ -94,7 +94,11 @@ class StageTracker:
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
         self._parameters = _positional_names(model)
         self._max_length = getattr(_text_config(model), "max_position_embeddings", None)
-        wrappers = {"forward": self._forward, "generate": self._generate, "generate_batch": self._generate_batch}
+        # Stages are Python state that changes from call to call. The compiler runs this function as it is and compiles
+        # what it calls; a traced copy of the bookkeeping could be executed twice, or once too few. (Not as a
+        # decorator: that would import the compiler with this module.)
+        staged_forward = torch.compiler.disable(self._forward, recursive=False)  # type: ignore[no-untyped-call]
+        wrappers = {"forward": staged_forward, "generate": self._generate, "generate_batch": self._generate_batch}
         self._overrides = [
             MethodOverride(model, name, wrapper, owner) for name, wrapper in wrappers.items() if hasattr(model, name)
         ]
@@ -164,21 +168,15 @@ class StageTracker:
 
     # -- forward() ----------------------------------------------------------------------------------------------------
 
-    # Stages are Python state that changes from call to call. The compiler runs this function as it is and compiles what
-    # it calls; a traced copy of the bookkeeping could be executed twice, or once too few.
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def _forward(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._state
-        if state.dense:
+        if state.dense or not (state.explicit or state.prompts):
             return forward(*args, **kwargs)
+        call = dict(zip(self._parameters, args, strict=False)) | kwargs
         if state.explicit:
-            call = dict(zip(self._parameters, args, strict=False)) | kwargs
             stage = self._explicit_stage(state.explicit[-1], call)
-        elif state.prompts:
-            call = dict(zip(self._parameters, args, strict=False)) | kwargs
-            stage = _generate_stage(state.prompts[-1], call)
         else:
-            return forward(*args, **kwargs)
+            stage = _generate_stage(state.prompts[-1], call)
         cache = _cache(call)
         if cache is not None:
             stage.memory = self._memories(cache).setdefault(self._key, {})
@@ -213,12 +211,9 @@ class StageTracker:
             if call.get("labels") is not None:
                 raise StageError("labels need logits at every position; the pruned positions have none")
             if "logits_to_keep" in self._parameters:
-                keep = _logits_of_decode_rows(call.get("logits_to_keep", 0), prefill, length)
-                if self.keeps_prefill_rows and isinstance(keep, torch.Tensor):
-                    keep = keep + prefill
-                elif self.keeps_prefill_rows and keep == 0:
-                    keep = torch.empty(0, dtype=torch.long)  # none, where 0 would be all
-                call["logits_to_keep"] = keep
+                first = 0 if self.keeps_prefill_rows else prefill
+                keep = call.get("logits_to_keep", 0)
+                call["logits_to_keep"] = _logits_of_decode_rows(keep, prefill, length, first)
         past = _past_length(call) if prefill else 0
         return Stage(prefill, length, boundary=0 < prefill < length, call=call, past=past)
 
@@ -254,8 +249,15 @@ def _generate_stage(prompt: _Prompt, call: dict[str, Any]) -> Stage:
     return Stage(prefill, length, boundary, call=call, past=past, padding=prompt.mask)
 
 
-def _logits_of_decode_rows(keep: int | torch.Tensor, prefill: int, length: int) -> int | torch.Tensor:
-    """`logits_to_keep` for the decode rows that remain, or an error if a pruned position's logits are asked for."""
+def _logits_of_decode_rows(keep: int | torch.Tensor, prefill: int, length: int, first: int) -> int | torch.Tensor:
+    """`logits_to_keep` for the language-model head, or an error if a pruned position's logits are asked for.
+
+    Args:
+        keep: as the caller gave it, of all `length` positions.
+        prefill: how many leading ones are pruned.
+        length: of the pass.
+        first: the position of the first row that reaches the head.
+    """
     decode = length - prefill
     if isinstance(keep, torch.Tensor):
         if keep.ndim != 1 or keep.dtype == torch.bool:
@@ -266,9 +268,9 @@ def _logits_of_decode_rows(keep: int | torch.Tensor, prefill: int, length: int) 
                 f"logits_to_keep asks for position {int(positions.min())}, but positions 0 to {prefill - 1} are "
                 "pruned and have no logits"
             )
-        return positions - prefill
+        return positions - first
     if decode == 0 and keep == 0:
-        return 0  # a chunk of context: there are no logits, and none were asked for
+        return torch.empty(0, dtype=torch.long)  # a chunk of context has no logits, and none were asked for
     if keep == 0 or keep > decode:
         asked = f"all {length} positions (logits_to_keep=0)" if keep == 0 else f"the last {keep} positions"
         raise StageError(

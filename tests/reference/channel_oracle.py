@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from reference import channel_ffn as ref
+from reference.generation import greedy_by
 from reference.prefill_oracle import gated_logits, layers_of
 
 
@@ -72,21 +73,11 @@ def greedy(
         passes: see `channel_logits`.
         skipped: see `channel_logits`.
     """
-    batch, length = input_ids.shape
-    if context is None:
-        context = (torch.arange(length) < length - 1)[None].expand(batch, length)
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    tokens, chosen = input_ids, []
-    for _ in range(new_tokens):
-        grown = tokens.shape[1] - length
-        closed = torch.cat((context, torch.zeros(batch, grown, dtype=torch.bool)), dim=1)
-        full_mask = torch.cat((mask, torch.ones(batch, grown, dtype=mask.dtype)), dim=1)
-        position_ids = (full_mask.cumsum(-1) - 1).clamp(min=0)
-        inputs = dict(input_ids=tokens, attention_mask=full_mask, position_ids=position_ids)
-        logits = channel_logits(model, method, closed, passes=passes, skipped=skipped, **inputs)[:, -1]
-        chosen.append(logits)
-        tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True)), dim=1)
-    return tokens, torch.stack(chosen, dim=1)
+
+    def logits_of(closed: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return channel_logits(model, method, closed, passes=passes, skipped=skipped, **inputs)
+
+    return greedy_by(logits_of, input_ids, new_tokens, attention_mask, context)
 
 
 @contextmanager

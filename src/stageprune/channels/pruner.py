@@ -11,7 +11,7 @@ that prefill-only pruning skips) has no partition and stays dense.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,14 +39,12 @@ class Memory:
         seen: which groups had a real token among those rows, `[groups]`; None if all had.
         partition: from them; None when they changed.
         bound: what the backend keeps for the partition.
-        picked: of every decode row so far, `[groups, rows, K]` each; kept only while tracking.
     """
 
     sums: torch.Tensor | None = None
     seen: torch.Tensor | None = None
     partition: Partition | None = None
     bound: Any = None
-    picked: list[torch.Tensor] = field(default_factory=list)
 
 
 class ChannelPruner:
@@ -98,9 +96,10 @@ class PrunedFFN:
         self._method = method
         self._tracker = tracker
         self._column_norms = _norms(ffn.down.weight, 0)
-        layer = Layer(ffn, self._column_norms, _norms(ffn.up.weight, 1), method.selection)
-        self.backend: Backend = make_backend(method, layer)
-        self.tracking = False
+        up_norms = _norms(ffn.up.weight, 1) if method.selection == "gate" else None
+        self.backend: Backend = make_backend(method, Layer(ffn, self._column_norms, up_norms, method.selection))
+        # Not as a decorator: that would import the compiler with this module. Statistics are Python state.
+        self._staged = torch.compiler.disable(self._staged)  # type: ignore[method-assign, no-untyped-call]
 
     def __call__(self, forward: Any, inputs: torch.Tensor) -> Any:
         """Answer one call of the FFN: `[batch, rows, hidden_size]`."""
@@ -109,7 +108,6 @@ class PrunedFFN:
             return forward(inputs)
         return self._staged(forward, stage, inputs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _staged(self, forward: Any, stage: Stage, inputs: torch.Tensor) -> torch.Tensor:
         memory: Memory = stage.memory.setdefault(("channels", self.index), Memory())
         # Skipped layers are called with the pass's decode rows only.
@@ -145,10 +143,7 @@ class PrunedFFN:
         parts = self._partition(memory)
         if memory.bound is None:
             memory.bound = self.backend.bind(parts)
-        outputs: torch.Tensor
-        outputs, picked = self.backend.run(inputs, parts, memory.bound)
-        if self.tracking and picked is not None:
-            memory.picked.append(picked)
+        outputs = self.backend.run(inputs, parts, memory.bound)
         if memory.seen is not None:
             outputs = torch.where(memory.seen[:, None, None], outputs, forward(inputs))
         return outputs

@@ -56,10 +56,9 @@ def sizes_of(total: int, mlp_ratio: float, method: OnlineChannelPruning) -> Size
         return Sizes(total, total, 0, total)
     delta = method.delta if method.pruned_share is None else mlp_ratio - method.pruned_share
     pruned = min(max(_round((mlp_ratio - delta) * total), 0), total)
-    computed = _up(total - pruned, method.multiple, total)
-    active = min(_up(max(_round((1 - mlp_ratio) * total), 1), method.multiple, total), max(computed, 1))
+    computed = max(_up(total - pruned, method.multiple, total), 1)
+    active = min(_up(max(_round((1 - mlp_ratio) * total), 1), method.multiple, total), computed)
     retained = min(_up(max(_round((1 - mlp_ratio - delta) * total), 0), method.multiple, total), active)
-    computed = max(computed, active)
     return Sizes(total, retained, computed - retained, active)
 
 

@@ -7,6 +7,7 @@ from itertools import zip_longest
 
 import torch
 
+from stageprune.evaluate.quality import answer_logits
 from stageprune.pruning import Handle
 
 
@@ -25,7 +26,6 @@ def first_difference(answer: Sequence[int], other: Sequence[int]) -> int | None:
     return next((position for position, (a, b) in pairs if a != b), None)
 
 
-@torch.no_grad()
 def teacher_forced_agreement(handle: Handle, input_ids: torch.Tensor, answer: torch.Tensor) -> float:
     """The share of the dense model's tokens that the pruned model would choose, too, after the same tokens before.
 
@@ -36,7 +36,4 @@ def teacher_forced_agreement(handle: Handle, input_ids: torch.Tensor, answer: to
         input_ids: the prompt, `[1, N]`.
         answer: of the dense model, decoded greedily, `[1, n]` with n >= 1.
     """
-    tokens = torch.cat((input_ids, answer[:, :-1]), dim=1)
-    with handle.stage(prefill=input_ids.shape[1] - 1):
-        logits = handle.model(input_ids=tokens, use_cache=True, logits_to_keep=answer.shape[1]).logits
-    return float((logits.argmax(-1) == answer).double().mean())
+    return float((answer_logits(handle, input_ids, answer).argmax(-1) == answer).double().mean())

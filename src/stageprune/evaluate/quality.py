@@ -84,14 +84,25 @@ def dense_cases(
 
 
 @torch.no_grad()
+def answer_logits(handle: Handle, prompt: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+    """The pruned model's logits for each token of a given answer, `[batch, n, vocab_size]`.
+
+    Args:
+        handle: of the pruned model.
+        prompt: token ids, `[batch, N]`.
+        answer: token ids, `[batch, n]` with n >= 1.
+    """
+    tokens = torch.cat((prompt, answer[:, :-1]), dim=1)
+    with handle.stage(prefill=prompt.shape[1] - 1):
+        logits: torch.Tensor = handle.model(input_ids=tokens, logits_to_keep=answer.shape[1], use_cache=False).logits
+    return logits
+
+
 def closeness(handle: Handle, cases: Sequence[Case], on_case: Callable[[], object] = lambda: None) -> Quality:
     """Compare a pruned model with the dense model's answers; see the module's docstring."""
     divergences, agreements = [], []
     for case in cases:
-        tokens = torch.cat((case.prompt, case.answer[:, :-1]), dim=1)
-        with handle.stage(prefill=case.prompt.shape[1] - 1):
-            logits = handle.model(input_ids=tokens, logits_to_keep=case.answer.shape[1], use_cache=False).logits
-        pruned = logits[0].float().log_softmax(-1)
+        pruned = answer_logits(handle, case.prompt, case.answer)[0].float().log_softmax(-1)
         dense = case.log_probabilities
         divergences.append((dense.exp() * (dense - pruned)).sum(-1).double())
         agreements.append((dense.argmax(-1) == pruned.argmax(-1)).double())

@@ -149,11 +149,8 @@ def prefill_speed(handle: Handle, prompt_length: int, pairs: list[Pair]) -> Pref
     dense = [turn.first_token_s for turn, _ in pairs]
     pruned = [turn.first_token_s for _, turn in pairs]
     ratios = [slow / fast for slow, fast in zip(dense, pruned, strict=True)]
-    typical = ratios.index(statistics.median_low(ratios))
     ideal = handle.report(prompt_length).ideal_speedup
-    return PrefillSpeed(
-        Spread.of(dense), Spread.of(pruned), Spread.of(ratios), (dense[typical], pruned[typical]), ideal
-    )
+    return PrefillSpeed(Spread.of(dense), Spread.of(pruned), Spread.of(ratios), _typical(dense, pruned, ratios), ideal)
 
 
 def decode_speed(pairs: list[Pair]) -> DecodeSpeed | None:
@@ -163,8 +160,13 @@ def decode_speed(pairs: list[Pair]) -> DecodeSpeed | None:
     if len(dense) < len(pairs) or len(pruned) < len(pairs):
         return None
     ratios = [fast / slow for slow, fast in zip(dense, pruned, strict=True)]
-    typical = ratios.index(statistics.median_low(ratios))
-    return DecodeSpeed(Spread.of(dense), Spread.of(pruned), Spread.of(ratios), (dense[typical], pruned[typical]))
+    return DecodeSpeed(Spread.of(dense), Spread.of(pruned), Spread.of(ratios), _typical(dense, pruned, ratios))
+
+
+def _typical(dense: list[float], pruned: list[float], ratios: list[float]) -> tuple[float, float]:
+    """The pair whose ratio is the median."""
+    index = ratios.index(statistics.median_low(ratios))
+    return dense[index], pruned[index]
 
 
 def prefill_memory(handle: Handle, input_ids: torch.Tensor) -> PrefillMemory:

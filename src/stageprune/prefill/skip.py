@@ -94,6 +94,8 @@ class SkippedLayer:
         self._run = run
         self._joins = joins
         self._prunes_boundary = prunes_boundary
+        # Its shapes change with every prompt; see also `StageTracker`.
+        self._pruned = torch.compiler.disable(self._pruned)  # type: ignore[method-assign, no-untyped-call]
 
     def __call__(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Answer one call of the layer."""
@@ -105,7 +107,6 @@ class SkippedLayer:
     def _dense(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return forward(*args, **kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pruned(self, forward: Any, stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._signature.bind(args, kwargs)
         hidden_states = _to(call.hidden_states, execution_device(self.module))

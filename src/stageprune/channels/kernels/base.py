@@ -19,13 +19,13 @@ class Layer:
     Attributes:
         ffn: the module, taken apart.
         column_norms: `||W_down[:, i]||`, `[h]`, float32 or better.
-        up_norms: `||W_up[i]||`, `[h]`.
+        up_norms: `||W_up[i]||`, `[h]`; None unless the selection needs them.
         selection: how a token's channels are chosen.
     """
 
     ffn: FFN
     column_norms: torch.Tensor
-    up_norms: torch.Tensor
+    up_norms: torch.Tensor | None
     selection: Selection
 
 
@@ -43,16 +43,12 @@ class Backend(Protocol):
         """What it keeps for a prompt, such as copies of weight rows; freed with the K/V cache."""
         ...
 
-    def run(self, inputs: torch.Tensor, partition: Partition, bound: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The FFN's output and the channels picked.
+    def run(self, inputs: torch.Tensor, partition: Partition, bound: Any) -> torch.Tensor:
+        """The FFN's output, `[batch, rows, hidden_size]`.
 
         Args:
             inputs: `[batch, rows, hidden_size]`; every row is a decode position with its own choice.
             partition: of one group (shared by the batch) or of `batch` groups.
             bound: what `bind` returned for it.
-
-        Returns:
-            Outputs `[batch, rows, hidden_size]`, and the picked channels `[groups, rows, K]` in ascending order; None
-            where nothing is picked.
         """
         ...

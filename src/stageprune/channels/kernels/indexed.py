@@ -16,7 +16,6 @@ from stageprune.channels.kernels.native import load_native
 from stageprune.channels.partition import Partition
 from stageprune.families.ffn import activation_name
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MOST_ROWS = 16
 """Above this many rows at once, matrix multiplication on all channels is the faster way."""
 
@@ -29,8 +28,6 @@ def why_not_indexed(layer: Layer) -> str | None:
     weight = ffn.up.weight
     if weight.device.type != "cpu":
         return f"the kernel runs on the CPU, the weights are on {weight.device.type}"
-    if weight.dtype not in _DTYPES:
-        return f"no kernel for {weight.dtype}"
     if activation_name(ffn.act) is None:
         return f"no kernel for the activation {type(ffn.act).__name__}"
     return load_native()
@@ -81,29 +78,23 @@ class IndexedBackend:
             return Lists(None, torch.arange(sizes.total, dtype=torch.int32), sizes.active)
         return Lists(partition.computed[group].int(), torch.arange(sizes.computed, dtype=torch.int32), sizes.active)
 
-    def run(
-        self, inputs: torch.Tensor, partition: Partition, bound: list[Lists]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(self, inputs: torch.Tensor, partition: Partition, bound: list[Lists]) -> torch.Tensor:
         """See `Backend.run`."""
         batch, rows, _ = inputs.shape
         if batch * rows > _MOST_ROWS:
             return self._masked.run(inputs, partition, None)
-        inputs = inputs.contiguous()
         if len(bound) == batch:  # each sequence has its own partition (or there is only one)
-            parts = [self._call(one, lists, shared=False) for one, lists in zip(inputs, bound, strict=True)]
-        else:  # the batch shares partition and choice, step by step
-            steps = [self._call(inputs[:, row].contiguous(), bound[0], shared=True) for row in range(rows)]
-            outputs = torch.stack([output for output, _ in steps], dim=1)
-            return outputs, torch.stack([picked for _, picked in steps], dim=1) if bound[0].count else None
-        outputs = torch.stack([output for output, _ in parts])
-        return outputs, torch.stack([picked for _, picked in parts]) if bound[0].count else None
+            return torch.stack([self._call(one, lists, False) for one, lists in zip(inputs, bound, strict=True)])
+        # The batch shares partition and choice, step by step.
+        return torch.stack([self._call(inputs[:, row], bound[0], True) for row in range(rows)], dim=1)
 
-    def _call(self, inputs: torch.Tensor, lists: Lists, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """One call of the kernel, for rows `[rows, hidden_size]`."""
+    def _call(self, inputs: torch.Tensor, lists: Lists, shared: bool) -> torch.Tensor:
+        """One call of the kernel, for rows `[rows, hidden_size]`, which share a choice or make each its own."""
         layer, ffn = self._layer, self._layer.ffn
         gate = ffn.gate
-        outputs: tuple[torch.Tensor, torch.Tensor] = torch.ops.stageprune.ffn_decode(
-            inputs,
+        outputs: torch.Tensor
+        outputs, _ = torch.ops.stageprune.ffn_decode(
+            inputs.contiguous(),
             None if gate is None else gate.weight,
             ffn.up.weight,
             self._down,
@@ -114,7 +105,7 @@ class IndexedBackend:
             lists.choices,
             lists.count,
             layer.column_norms,
-            layer.up_norms if layer.selection == "gate" else None,
+            layer.up_norms,
             self._act,
             shared,
         )

@@ -23,32 +23,27 @@ class MaskedBackend:
         """Nothing."""
         return None
 
-    def run(self, inputs: torch.Tensor, partition: Partition, bound: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(self, inputs: torch.Tensor, partition: Partition, bound: Any) -> torch.Tensor:
         """See `Backend.run`."""
-        ffn, selection = self._layer.ffn, self._layer.selection
-        if selection == "gate":
-            assert ffn.gate is not None
+        ffn, norms, up_norms = self._layer.ffn, self._layer.column_norms, self._layer.up_norms
+        if ffn.gate is not None and up_norms is not None:
             gated = ffn.act(ffn.gate(inputs))
-            keep, picked = self._choose(gated, self._layer.column_norms * self._layer.up_norms, partition)
+            keep = self._keep(gated, norms * up_norms, partition)
             hidden = gated * ffn.up(inputs)
         else:
             hidden = ffn.hidden(inputs)
-            keep, picked = self._choose(hidden, self._layer.column_norms, partition)
-        return ffn.down(hidden.masked_fill(~keep, 0)), picked
+            keep = self._keep(hidden, norms, partition)
+        return ffn.down(hidden.masked_fill(~keep, 0))
 
-    def _choose(
-        self, values: torch.Tensor, weights: torch.Tensor, partition: Partition
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The mask of active channels, `[groups, rows or 1, h]`, and the picked ones."""
-        sizes = partition.sizes
+    def _keep(self, values: torch.Tensor, weights: torch.Tensor, partition: Partition) -> torch.Tensor:
+        """The mask of active channels, `[groups, rows or 1, h]`."""
         if self._layer.selection == "fixed":
-            return partition.keep(sizes.active), None
+            return partition.keep(partition.sizes.active)
         channels, count, keep = choices(self._layer.selection, partition)
         scores = channel_scores(values, weights, groups=len(partition.order))
         candidates = channels[:, None].expand(-1, scores.shape[1], -1)
         best = ranked(scores.gather(-1, candidates))[..., :count]
-        picked = candidates.gather(-1, best).sort(-1).values
-        return keep.expand(-1, scores.shape[1], -1).scatter(-1, picked, True), picked
+        return keep.expand(-1, scores.shape[1], -1).scatter(-1, candidates.gather(-1, best), True)
 
 
 def choices(selection: str, partition: Partition) -> tuple[torch.Tensor, int, torch.Tensor]:

@@ -61,21 +61,16 @@ class SlicedBackend:
             norms=self._layer.column_norms[rows],
         )
 
-    def run(
-        self, inputs: torch.Tensor, partition: Partition, bound: list[Slices]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(self, inputs: torch.Tensor, partition: Partition, bound: list[Slices]) -> torch.Tensor:
         """See `Backend.run`."""
         if len(bound) == 1:
             return self._run(inputs, partition, 0, bound[0])
-        parts = [self._run(inputs[index : index + 1], partition, index, one) for index, one in enumerate(bound)]
-        outputs = torch.cat([output for output, _ in parts])
-        picked = [choice for _, choice in parts if choice is not None]
-        return outputs, torch.cat(picked) if picked else None
+        return torch.cat(
+            [self._run(inputs[group : group + 1], partition, group, one) for group, one in enumerate(bound)]
+        )
 
-    def _run(
-        self, inputs: torch.Tensor, partition: Partition, group: int, weights: Slices
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ffn, picked = self._layer.ffn, None
+    def _run(self, inputs: torch.Tensor, partition: Partition, group: int, weights: Slices) -> torch.Tensor:
+        ffn = self._layer.ffn
         hidden = F.linear(inputs, weights.up, weights.up_bias)
         if weights.gate is None:
             hidden = ffn.act(hidden)
@@ -84,9 +79,6 @@ class SlicedBackend:
         if self._layer.selection == "partition":
             candidates = partition.candidates[group]
             scores = channel_scores(hidden[..., candidates], weights.norms[candidates], groups=1)
-            order = ranked(scores)
-            dropped = candidates[order[..., partition.sizes.picked :]]
+            dropped = candidates[ranked(scores)[..., partition.sizes.picked :]]
             hidden = hidden.scatter(-1, dropped.expand(len(hidden), -1, -1), 0)
-            kept = candidates[order[..., : partition.sizes.picked]].sort(-1).values
-            picked = partition.computed[group][kept]
-        return F.linear(hidden, weights.down, ffn.down.bias), picked
+        return F.linear(hidden, weights.down, ffn.down.bias)
