@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 _MARK = "__stageprune_owner__"
+_REORDER = "_reorder_cache"
 
 
 class MethodOverride:
@@ -56,3 +57,35 @@ class MethodOverride:
 def override_owner(module: nn.Module, name: str) -> Any:
     """The owner of the override in force on `module.name`; None if there is none."""
     return getattr(vars(module).get(name), _MARK, None)
+
+
+class BeamOverride:
+    """Be told when beam search reorders a K/V cache, until `remove()`.
+
+    `generate()` asks the model for a method `_reorder_cache` before it reorders the cache by itself; few have one.
+
+    Args:
+        model: the instance.
+        listener: called with the cache and `beam_idx` (which row continues in each row) before it is reordered.
+    """
+
+    def __init__(self, model: nn.Module, listener: Callable[[Any, Any], object]) -> None:
+        self._model = model
+        self._original = getattr(model, _REORDER, None)
+        self._had_attribute = _REORDER in vars(model)
+
+        def reorder(cache: Any, beam_idx: Any) -> Any:
+            listener(cache, beam_idx)
+            if self._original is not None:
+                return self._original(cache, beam_idx)
+            cache.reorder_cache(beam_idx)
+            return cache
+
+        setattr(model, _REORDER, reorder)
+
+    def remove(self) -> None:
+        """Restore the model."""
+        if self._had_attribute:
+            setattr(self._model, _REORDER, self._original)
+        else:
+            delattr(self._model, _REORDER)

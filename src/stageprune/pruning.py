@@ -112,6 +112,18 @@ class Handle(AbstractContextManager["Handle"]):
         """Inside the block the model is dense, without detaching: `generate()` and `forward` alike."""
         return self._tracker.dense()
 
+    def observe(self) -> AbstractContextManager[None]:
+        """Inside the block, watch which channels generated tokens choose; `report()` shows it afterwards.
+
+        Slow, and without any effect on what the model answers (arXiv 2602.06822, Figure 2).
+
+        Raises:
+            SettingError: if no channels are pruned.
+        """
+        if self._channels is None:
+            raise SettingError("observe() watches pruned channels; give prune() an OnlineChannelPruning(...)")
+        return self._channels.observe()
+
     def report(self, prompt_length: int = 2048) -> Report:
         """What is skipped, and what it saves on a prompt of `prompt_length` tokens."""
         return make_report(self._decoder, self.methods, self._prefill, self._channels, prompt_length)

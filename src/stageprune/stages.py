@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from stageprune.errors import PromptError, StageError
-from stageprune.overrides import MethodOverride
+from stageprune.overrides import BeamOverride, MethodOverride
 
 CACHE_NAMES = ("past_key_values", "cache", "layer_past", "past_key_value")
 """What the argument that carries the K/V cache is called: transformers renamed it in 5.24, some families differ."""
@@ -42,7 +42,8 @@ class Stage:
         prefill: how many leading positions encode the context.
         length: how many new positions the pass has.
         boundary: whether position `prefill` is the last token of the prompt.
-        past: how many positions were cached before the pass; only told when some positions are prefill.
+        past: how many positions were cached before the pass; only told when some positions are prefill, or always
+            after `StageTracker.follow_positions`.
         padding: the 2-D attention mask that `generate()` was given, if any.
         call: the arguments of the model's forward.
         carry: what the layers of this one pass hand to each other; gone when the pass ends.
@@ -90,6 +91,9 @@ class StageTracker:
         self._state = _PerThread()
         self.keeps_prefill_rows = True
         """Whether hidden states of prefill rows reach the language-model head; a method may end them before."""
+        self._positions = False
+        self._model = model
+        self._owner = owner
         self._key = next(_keys)
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
         self._parameters = _positional_names(model)
@@ -99,9 +103,23 @@ class StageTracker:
         # decorator: that would import the compiler with this module.)
         staged_forward = torch.compiler.disable(self._forward, recursive=False)  # type: ignore[no-untyped-call]
         wrappers = {"forward": staged_forward, "generate": self._generate, "generate_batch": self._generate_batch}
-        self._overrides = [
+        self._overrides: list[MethodOverride | BeamOverride] = [
             MethodOverride(model, name, wrapper, owner) for name, wrapper in wrappers.items() if hasattr(model, name)
         ]
+
+    def follow_positions(self) -> None:
+        """Tell the position of every pass (`Stage.past`), and let what is remembered follow the beams.
+
+        For methods whose memory changes while tokens are generated. What they put into `Stage.memory` then needs a
+        method `reorder(rows)`.
+        """
+        self._positions = True
+        if hasattr(self._model, "generate"):
+            self._overrides.append(BeamOverride(self._model, self._reorder))
+
+    def _reorder(self, cache: Any, rows: torch.Tensor) -> None:
+        for memory in vars(cache).get(_MEMORIES, {}).get(self._key, {}).values():
+            memory.reorder(rows)
 
     def detach(self) -> None:
         """Give the model its own methods back, and forget what was remembered of caches."""
@@ -177,6 +195,8 @@ class StageTracker:
             stage = self._explicit_stage(state.explicit[-1], call)
         else:
             stage = _generate_stage(state.prompts[-1], call)
+        if self._positions:
+            stage.past = _past_length(call)
         cache = _cache(call)
         if cache is not None:
             stage.memory = self._memories(cache).setdefault(self._key, {})

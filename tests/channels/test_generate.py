@@ -24,7 +24,7 @@ from reference.channel_oracle import channel_logits, greedy
 from reference.prefill_oracle import layers_of
 from zoo import ARCHITECTURES, BY_NAME, MORE, Architecture
 
-SELECTIONS = ("partition", "fixed", "full", "gate")
+SELECTIONS = ("partition", "fixed", "full", "gate", "cascade")
 PREFILLS = ("candidates", "budget", "dense")
 SCOPES = ("batch", "sequence")
 BACKENDS = ("masked", "sliced", "indexed")
@@ -65,7 +65,9 @@ def backend(request):
 
 def possible(selection: str, backend: str, gated: bool = True) -> bool:
     """Whether the library promises it: copies cannot follow choices that leave the partition."""
-    return (gated or selection != "gate") and (backend != "sliced" or selection in ("partition", "fixed"))
+    return (gated or selection not in ("gate", "cascade")) and (
+        backend != "sliced" or selection in ("partition", "fixed")
+    )
 
 
 @contextmanager
@@ -111,7 +113,7 @@ def combinations(architecture: Architecture) -> list[sp.OnlineChannelPruning]:
     found = [
         replace(METHOD, selection=selection, prefill=prefill, scope=scope)
         for selection, prefill, scope in itertools.product(SELECTIONS, PREFILLS, SCOPES)
-        if gated or selection != "gate"
+        if gated or selection not in ("gate", "cascade")
     ]
     if architecture.name in ("llama-bias", "phi3", "gpt-neox"):
         return found
@@ -151,6 +153,10 @@ def test_the_overall_ratio_is_turned_into_each_familys_own(architecture: Archite
     "changes",
     [
         dict(pruned_share=0.2),
+        dict(selection="cascade", pruned_share=0.0),
+        dict(selection="cascade", pruned_share=0.0, up_share=0.7, scope="sequence"),
+        dict(selection="cascade", up_share=0.0),  # never less than what is active
+        dict(selection="cascade", up_share=1.0),  # never more than what is not pruned
         dict(pruned_share=0.0),
         dict(pruned_share=0.6),  # more is pruned than the budget leaves out
         dict(mlp_ratio=0.7, pruned_share=0.0, selection="partition"),

@@ -58,6 +58,7 @@ class Partition:
     candidates: list[int]
     pruned: list[int]
     active: int
+    up_sizes: list[float]
 
 
 def sizes(channels: int, ratio: float, delta: float, multiple: int = 1) -> Sizes:
@@ -141,11 +142,23 @@ def add_rows(ffn: Weights, sums: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return sums + hidden(ffn, x).double().square().sum(0)
 
 
-def partition(ffn: Weights, sums: torch.Tensor, of: Sizes) -> Partition:
+def add_up_rows(ffn: Weights, sums: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Likewise of the up projection's outputs."""
+    return sums + project(x, ffn.up, ffn.up_bias, None).double().square().sum(0)
+
+
+def partition(ffn: Weights, sums: torch.Tensor, of: Sizes, up_sums: torch.Tensor | None = None) -> Partition:
     """Rank the channels by `I_i = c_i * s_i` and split them: the first into R, the next into C, the last into P."""
     order = ranked(column_norms(ffn) * sums.sqrt())
     first, second = of.retained, of.retained + of.candidates
-    return Partition(order, sorted(order[:first]), sorted(order[first:second]), sorted(order[second:]), of.active)
+    return Partition(
+        order,
+        sorted(order[:first]),
+        sorted(order[first:second]),
+        sorted(order[second:]),
+        of.active,
+        [] if up_sums is None else up_sums.sqrt().tolist(),
+    )
 
 
 def prefill_rows(ffn: Weights, x: torch.Tensor, parts: Partition | None, rule: str) -> torch.Tensor:
@@ -164,18 +177,20 @@ def prefill_rows(ffn: Weights, x: torch.Tensor, parts: Partition | None, rule: s
 # -- decode ------------------------------------------------------------------------------------------------------------
 
 
-def decode_step(ffn: Weights, x: torch.Tensor, parts: Partition | None, rule: str) -> torch.Tensor:
+def decode_step(
+    ffn: Weights, x: torch.Tensor, parts: Partition | None, rule: str, up_share: float | None = None
+) -> torch.Tensor:
     """The outputs for one time step `[sequences, hidden_size]` of the sequences that share partition and choice.
 
     No partition means dense.
     """
     if parts is None:
         return dense(ffn, x)
-    keep = chosen(ffn, x, parts, rule)
+    keep = chosen(ffn, x, parts, rule, up_share)
     return down(ffn, hidden(ffn, x, keep), keep)
 
 
-def chosen(ffn: Weights, x: torch.Tensor, parts: Partition, rule: str) -> list[int]:
+def chosen(ffn: Weights, x: torch.Tensor, parts: Partition, rule: str, up_share: float | None = None) -> list[int]:
     """The channels that are active in this time step `[sequences, hidden_size]`, in ascending order."""
     if rule == "fixed":
         return sorted(parts.order[: parts.active])
@@ -194,6 +209,15 @@ def chosen(ffn: Weights, x: torch.Tensor, parts: Partition, rule: str) -> list[i
         up_norms = torch.linalg.vector_norm(ffn.up[computed].double(), dim=1)
         scores = over_the_batch(activated_gate(ffn, x, computed)) * up_norms * norms[computed]
         return sorted(computed[place] for place in ranked(scores)[: parts.active])
+    if rule == "cascade":
+        computed = sorted(parts.retained + parts.candidates)
+        wanted = (len(computed) + parts.active) / 2 if up_share is None else up_share * ffn.channels
+        ups = min(max(rounded(wanted), parts.active), len(computed))
+        expected = torch.tensor([parts.up_sizes[channel] for channel in computed], dtype=torch.float64)
+        guess = over_the_batch(activated_gate(ffn, x, computed)) * expected * norms[computed]
+        first = sorted(computed[place] for place in ranked(guess)[:ups])
+        scores = norms[first] * over_the_batch(hidden(ffn, x, first))
+        return sorted(first[place] for place in ranked(scores)[: parts.active])
     raise AssertionError(rule)
 
 

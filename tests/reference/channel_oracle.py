@@ -6,9 +6,9 @@ context, which are padding, and where the passes began that a cache would have b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ def channel_logits(
         prefill: how many leading positions are prefill, or a boolean mask `[batch, length]` of them.
         passes: where passes over prefill positions begin, besides each place where decode changes to prefill.
         skipped: layers that prefill-only pruning skips. They, and with them the last layer, whose output at prefill
-            positions nobody needs, see decode rows only, so that their FFNs are dense.
+            positions nobody needs, see decode rows only, so that their FFNs are dense (with `refresh`, at first).
         inputs: `input_ids` and so on.
     """
     tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
@@ -94,13 +94,17 @@ def replaced(
     try:
         for index, layer in enumerate(layers_of(model)):
             ratio = mlp_ratio(model, method, index)
-            if ratio > 0 and index not in method.protect and index not in without_statistics:
-                layer.mlp.forward = ReferenceFFN(layer.mlp, method, ratio, context, real, passes)
+            counts = real & (index not in without_statistics)
+            if ratio > 0 and index not in method.protect and (method.refresh or counts.any()):
+                layer.mlp.forward = ReferenceFFN(layer.mlp, method, ratio, context, counts, passes)
                 modules.append(layer.mlp)
         yield
     finally:
         for module in modules:
             del module.forward
+
+
+Add: TypeAlias = Callable[[ref.Weights, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ReferenceFFN:
@@ -115,6 +119,7 @@ class ReferenceFFN:
         real: torch.Tensor,
         passes: Collection[int],
     ) -> None:
+        """`real` says which positions count for the statistics."""
         self.ffn = weights_of(module)
         delta = method.partition_fraction / 2 if method.pruned_share is None else ratio - method.pruned_share
         self.sizes = ref.sizes(self.ffn.channels, ratio, delta, method.multiple)
@@ -131,17 +136,41 @@ class ReferenceFFN:
         outputs = torch.full_like(x, torch.nan)
         for rows in together:
             sums: torch.Tensor | None = None
+            up_sums: torch.Tensor | None = None
+            first = collected = 0
+            prompted = False
             for start, stop in self._passes(length):
-                sums = self._statistics(x, rows, start, stop, sums)
-                parts = None if sums is None else ref.partition(self.ffn, sums, self.sizes)
+                before = sums
+                sums = self._statistics(ref.add_rows, x, rows, start, stop, sums)
+                up_sums = self._statistics(ref.add_up_rows, x, rows, start, stop, up_sums)
+                prompted |= sums is not before
+                parts = None if sums is None else ref.partition(self.ffn, sums, self.sizes, up_sums)
                 for row in rows:
                     columns = [t for t in range(start, stop) if is_context[row][t]]
                     if columns:
                         outputs[row, columns] = ref.prefill_rows(self.ffn, x[row, columns], parts, self.method.prefill)
                 for t in range(start, stop):
                     decode = [row for row in rows if not is_context[row][t]]
-                    if decode:
-                        outputs[decode, t] = ref.decode_step(self.ffn, x[decode, t], parts, self.method.selection)
+                    first = first if decode else t + 1
+                    if not decode:
+                        continue
+                    every, generated = self.method.refresh, t - first
+                    collecting = bool(every) and not prompted and collected < every
+                    if collecting or (every and generated > 0 and generated % every == 0):
+                        weight = 1 if collecting else every
+                        sums = weight * self._one(ref.add_rows, x, decode, t) + (0 if sums is None else sums)
+                        up_sums = weight * self._one(ref.add_up_rows, x, decode, t) + (
+                            0 if up_sums is None else up_sums
+                        )
+                        parts = ref.partition(self.ffn, sums, self.sizes, up_sums)
+                        collected += 1
+                    outputs[decode, t] = ref.decode_step(
+                        self.ffn,
+                        x[decode, t],
+                        None if collecting else parts,
+                        self.method.selection,
+                        self.method.up_share,
+                    )
         return outputs
 
     def _passes(self, length: int) -> list[tuple[int, int]]:
@@ -152,16 +181,24 @@ class ReferenceFFN:
         ordered = sorted(starts)
         return list(zip(ordered, [*ordered[1:], length], strict=True))
 
+    def _one(self, add: Add, x: torch.Tensor, rows: list[int], t: int) -> torch.Tensor:
+        """The squares of one time step."""
+        return add(self.ffn, ref.no_rows(self.ffn), x[rows, t])
+
     def _statistics(
-        self, x: torch.Tensor, rows: list[int], start: int, stop: int, sums: torch.Tensor | None
+        self,
+        add: Add,
+        x: torch.Tensor,
+        rows: list[int],
+        start: int,
+        stop: int,
+        sums: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """The sums of squares after this pass; None as long as there was no real prefill position."""
         for row in rows:
             counts = self.context[row, start:stop] & self.real[row, start:stop]
             if counts.any():
-                sums = ref.add_rows(
-                    self.ffn, ref.no_rows(self.ffn) if sums is None else sums, x[row, start:stop][counts]
-                )
+                sums = add(self.ffn, ref.no_rows(self.ffn) if sums is None else sums, x[row, start:stop][counts])
         return sums
 
 

@@ -20,21 +20,19 @@ class Partition:
         order: all channels, best first, `[groups, h]`.
         computed: retained and candidate channels in ascending order, `[groups, |R| + |C|]`.
         candidates: where in `computed` the candidates are, ascending, `[groups, |C|]`.
+        up_sizes: L2 norm of each channel's up projection over the prompt, `[groups, h]`; None unless asked for.
     """
 
     sizes: Sizes
     order: torch.Tensor
     computed: torch.Tensor
     candidates: torch.Tensor
+    up_sizes: torch.Tensor | None = None
 
     def keep(self, count: int) -> torch.Tensor:
         """A mask of the best `count` channels, `[groups, 1, h]`."""
         mask = torch.zeros(self.order.shape, dtype=torch.bool, device=self.order.device)
         return mask.scatter_(1, self.order[:, :count], True)[:, None]
-
-    def select(self, rows: torch.Tensor) -> Partition:
-        """The partition of these groups; used when beams change places."""
-        return Partition(self.sizes, self.order[rows], self.computed[rows], self.candidates[rows])
 
 
 def squares(hidden: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
@@ -54,18 +52,21 @@ def squares(hidden: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
     return total
 
 
-def partition(sums: torch.Tensor, column_norms: torch.Tensor, sizes: Sizes) -> Partition:
+def partition(
+    sums: torch.Tensor, column_norms: torch.Tensor, sizes: Sizes, up_sums: torch.Tensor | None = None
+) -> Partition:
     """Rank channels by `||W_down[:, i]|| * ||H[..., i]||` (Eq. 3) and split them.
 
     Args:
         sums: of squared activations, `[groups, h]`.
         column_norms: of the down projection, `[h]`.
         sizes: of the sets.
+        up_sums: of squared up projections, `[groups, h]`, where the selection goes by them.
     """
     order = ranked(column_norms.to(sums.dtype) * sums.sqrt())
     computed, places = order[:, : sizes.computed].sort(dim=1)
     candidates = (places >= sizes.retained).nonzero()[:, 1].view(order.shape[0], sizes.candidates)
-    return Partition(sizes, order, computed, candidates)
+    return Partition(sizes, order, computed, candidates, None if up_sums is None else up_sums.sqrt())
 
 
 def ranked(scores: torch.Tensor) -> torch.Tensor:

@@ -6,18 +6,23 @@ rows run with the partition that those statistics give, each with its own choice
 
 What a layer remembers, sums of squares and the partition, belongs to the sequences in the K/V cache: it continues over
 chunks and turns and is freed with the cache. A layer that has seen no prefill row (a prompt of one token, or a layer
-that prefill-only pruning skips) has no partition and stays dense.
+that prefill-only pruning skips) has no partition and stays dense, unless generated tokens give it one (`refresh`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from stageprune.channels.costs import FFNCost, dense_cost, pruned_cost
 from stageprune.channels.kernels.base import Backend, Layer
 from stageprune.channels.kernels.choose import make_backend
+from stageprune.channels.kernels.masked import MaskedBackend
+from stageprune.channels.memory import Memory
+from stageprune.channels.observe import Observed, Observer
 from stageprune.channels.partition import Partition, partition, squares
 from stageprune.channels.real_tokens import real_tokens
 from stageprune.channels.sizes import Sizes, mlp_ratio_of, sizes_of
@@ -28,23 +33,6 @@ from stageprune.families.ffn import FFN, describe_ffn
 from stageprune.methods import OnlineChannelPruning
 from stageprune.overrides import MethodOverride
 from stageprune.stages import Stage, StageTracker
-
-
-@dataclass
-class Memory:
-    """What one layer remembers of the sequences in a cache.
-
-    Attributes:
-        sums: of squared activations over prefill rows, `[groups, h]`.
-        seen: which groups had a real token among those rows, `[groups]`; None if all had.
-        partition: from them; None when they changed.
-        bound: what the backend keeps for the partition.
-    """
-
-    sums: torch.Tensor | None = None
-    seen: torch.Tensor | None = None
-    partition: Partition | None = None
-    bound: Any = None
 
 
 class ChannelPruner:
@@ -70,6 +58,8 @@ class ChannelPruner:
             sizes = sizes_of(ffn.intermediate_size, _mlp_ratio(method, index, decoder, ffn), method)
             if not sizes.dense:
                 self.layers[index] = PrunedFFN(index, ffn, sizes, method, tracker)
+        if method.refresh is not None:
+            tracker.follow_positions()
         for layer in self.layers.values():
             self._overrides.append(MethodOverride(layer.ffn.module, "forward", layer, owner=self))
 
@@ -77,6 +67,17 @@ class ChannelPruner:
     def weight_bytes(self) -> int:
         """Memory that the backends add to the weights."""
         return sum(layer.backend.weight_bytes for layer in self.layers.values())
+
+    @contextmanager
+    def observe(self) -> Iterator[None]:
+        """Watch the generated tokens inside the block; see `observe.Observed`."""
+        for layer in self.layers.values():
+            layer.observe()
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.stop_observing()
 
     def detach(self) -> None:
         """Give the FFNs their own forward back."""
@@ -97,9 +98,37 @@ class PrunedFFN:
         self._tracker = tracker
         self._column_norms = _norms(ffn.down.weight, 0)
         up_norms = _norms(ffn.up.weight, 1) if method.selection == "gate" else None
-        self.backend: Backend = make_backend(method, Layer(ffn, self._column_norms, up_norms, method.selection))
+        self._layer = Layer(ffn, self._column_norms, up_norms, method.selection)
+        self.backend: Backend = make_backend(method, self._layer)
+        self._masked = MaskedBackend(self._layer)
+        self.observed: Observed | None = None
+        self._observer: Observer | None = None
         # Not as a decorator: that would import the compiler with this module. Statistics are Python state.
         self._staged = torch.compiler.disable(self._staged)  # type: ignore[method-assign, no-untyped-call]
+
+    @property
+    def dense_cost(self) -> FFNCost:
+        """Of a generated token in the untouched FFN."""
+        return dense_cost(self._hidden_size, self.sizes.total, self.ffn.gate is not None)
+
+    @property
+    def cost(self) -> FFNCost:
+        """Of a generated token."""
+        return pruned_cost(self._hidden_size, self.sizes, self._method.selection, self.ffn.gate is not None)
+
+    def observe(self) -> None:
+        """Watch the generated tokens from now on; forget what was seen before."""
+        self._observer = Observer(self._layer)
+
+    def stop_observing(self) -> None:
+        """Keep what was seen."""
+        if self._observer is not None:
+            self.observed = self._observer.result()
+            self._observer = None
+
+    @property
+    def _hidden_size(self) -> int:
+        return int(self.ffn.down.weight.shape[0])
 
     def __call__(self, forward: Any, inputs: torch.Tensor) -> Any:
         """Answer one call of the FFN: `[batch, rows, hidden_size]`."""
@@ -113,25 +142,27 @@ class PrunedFFN:
         # Skipped layers are called with the pass's decode rows only.
         prefill = max(0, inputs.shape[1] - (stage.length - stage.prefill))
         outputs = []
+        if stage.prefill:
+            memory.first = stage.past + stage.prefill
         if prefill:
             outputs.append(self._prefill(stage, memory, inputs[:, :prefill]))
         if prefill < inputs.shape[1]:
             rows = inputs[:, prefill:]
-            outputs.append(forward(rows) if memory.sums is None else self._decode(forward, memory, rows))
+            if self._method.refresh is None:
+                outputs.append(self._decode(forward, memory, rows))
+            else:
+                outputs += self._decode_and_refresh(forward, memory, rows, stage.past + stage.length - rows.shape[1])
         result: torch.Tensor = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return result
 
     def _prefill(self, stage: Stage, memory: Memory, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = self.ffn.hidden(inputs)
+        hidden, up = self.ffn.hidden_and_up(inputs)
         real = real_tokens(stage)
         if real is not None:
             real = real[:, : inputs.shape[1]]
-        sums = squares(hidden, real)
-        if self._method.scope == "batch":
-            sums = sums.sum(0, keepdim=True)
+        sums, up_sums = self._squares(hidden, up, real)
         memory.seen = _seen(memory, real, len(sums))
-        memory.sums = sums if memory.sums is None else memory.sums + sums
-        memory.partition = memory.bound = None
+        memory.add(sums, up_sums)
         if self._method.prefill != "dense":
             sizes = self.sizes
             keep = sizes.computed if self._method.prefill == "candidates" else sizes.active
@@ -139,19 +170,72 @@ class PrunedFFN:
         outputs: torch.Tensor = self.ffn.down(hidden)
         return outputs
 
+    def _squares(
+        self, hidden: torch.Tensor, up: torch.Tensor, real: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sums of squares of these rows, `[groups, h]`, and of their up projections where those are needed."""
+        sums = squares(hidden, real)
+        up_sums = squares(up, real) if self._method.selection == "cascade" else None
+        if self._method.scope == "batch":
+            sums = sums.sum(0, keepdim=True)
+            up_sums = None if up_sums is None else up_sums.sum(0, keepdim=True)
+        return sums, up_sums
+
     def _decode(self, forward: Any, memory: Memory, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor
+        if memory.sums is None:
+            outputs = forward(inputs)
+            return outputs
         parts = self._partition(memory)
         if memory.bound is None:
             memory.bound = self.backend.bind(parts)
+        if self._observer is not None:
+            self._observer.see(inputs, parts)
         outputs = self.backend.run(inputs, parts, memory.bound)
         if memory.seen is not None:
             outputs = torch.where(memory.seen[:, None, None], outputs, forward(inputs))
         return outputs
 
+    def _decode_and_refresh(
+        self, forward: Any, memory: Memory, inputs: torch.Tensor, position: int
+    ) -> list[torch.Tensor]:
+        """Decode rows from `position` on, some of which renew the partition.
+
+        Every `refresh`-th generated token computes all channels; it counts as that many tokens, and itself is the first
+        to go by the new partition. A layer that saw no prompt is dense until it has seen `refresh` tokens.
+        """
+        every = self._method.refresh
+        assert every is not None
+        memory.take_back(position)
+        outputs, start, rows = [], 0, inputs.shape[1]
+        while start < rows:
+            index = position + start - memory.first
+            collecting = not memory.prompted and memory.collected < every
+            if collecting or (index > 0 and index % every == 0):
+                row = inputs[:, start : start + 1]
+                sums, up_sums = self._squares(*self.ffn.hidden_and_up(row), None)
+                weight = 1 if collecting else every
+                memory.add_generated(position + start, weight * sums, None if up_sums is None else weight * up_sums)
+                outputs.append(forward(row) if collecting else self._run_whole(forward, memory, row))
+                start += 1
+            else:
+                stop = min(rows, start + every - index % every)
+                outputs.append(self._decode(forward, memory, inputs[:, start:stop]))
+                start = stop
+        return outputs
+
+    def _run_whole(self, forward: Any, memory: Memory, row: torch.Tensor) -> torch.Tensor:
+        """One row whose channels are all computed anyway: nothing is bound for it."""
+        parts = self._partition(memory)
+        if self._observer is not None:
+            self._observer.see(row, parts)
+        outputs = self._masked.run(row, parts, None)
+        return outputs if memory.seen is None else torch.where(memory.seen[:, None, None], outputs, forward(row))
+
     def _partition(self, memory: Memory) -> Partition:
         if memory.partition is None:
             assert memory.sums is not None
-            memory.partition = partition(memory.sums, self._column_norms, self.sizes)
+            memory.partition = partition(memory.sums, self._column_norms, self.sizes, memory.up_sums)
         return memory.partition
 
 

@@ -18,16 +18,18 @@ class Sizes:
         retained: |R|, always active.
         candidates: |C|, decided anew for each token.
         active: the budget, |R| + K.
+        up: channels whose up projection a token computes; what that is depends on the selection.
     """
 
     total: int
     retained: int
     candidates: int
     active: int
+    up: int
 
     @property
     def computed(self) -> int:
-        """|R| + |C|: channels whose gate and up projections a token computes."""
+        """|R| + |C|: the channels that are not pruned."""
         return self.retained + self.candidates
 
     @property
@@ -53,13 +55,20 @@ def sizes_of(total: int, mlp_ratio: float, method: OnlineChannelPruning) -> Size
     number is rounded to nearest, then up to `method.multiple`.
     """
     if mlp_ratio == 0:
-        return Sizes(total, total, 0, total)
+        return Sizes(total, total, 0, total, total)
     delta = method.delta if method.pruned_share is None else mlp_ratio - method.pruned_share
     pruned = min(max(_round((mlp_ratio - delta) * total), 0), total)
     computed = max(_up(total - pruned, method.multiple, total), 1)
     active = min(_up(max(_round((1 - mlp_ratio) * total), 1), method.multiple, total), computed)
     retained = min(_up(max(_round((1 - mlp_ratio - delta) * total), 0), method.multiple, total), active)
-    return Sizes(total, retained, computed - retained, active)
+    return Sizes(total, retained, computed - retained, active, _ups(total, computed, active, method))
+
+
+def _ups(total: int, computed: int, active: int, method: OnlineChannelPruning) -> int:
+    if method.selection == "cascade":
+        wanted = (computed + active) / 2 if method.up_share is None else method.up_share * total
+        return max(active, _up(min(_round(wanted), computed), method.multiple, computed))
+    return {"partition": computed, "fixed": active, "full": total, "gate": active}[method.selection]
 
 
 def mlp_ratio_of(ratio: float, attention: int, ffn: int) -> float:

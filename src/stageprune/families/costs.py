@@ -25,16 +25,22 @@ class LayerCost:
         kv: those of them that project keys and values.
         attention: multiply-adds of each attended (query, key) pair.
         window: how many keys a query sees at most; None for all.
+        cached: values in the K/V cache for each position.
     """
 
     linear: int
     kv: int
     attention: int
     window: int | None
+    cached: int
 
     def flops(self, rows: int, past: int) -> int:
         """Of `rows` new positions on top of `past` cached ones."""
         return 2 * (rows * self.linear + _pairs(rows, past, self.window) * self.attention)
+
+    def values_read(self, past: int) -> int:
+        """Weights and cached values that one new position on top of `past` cached ones reads."""
+        return self.linear + self.cached * (past if self.window is None else min(past, self.window))
 
     def kv_flops(self, rows: int) -> int:
         """Of projecting keys and values for `rows` positions, and nothing else."""
@@ -53,7 +59,7 @@ def layer_costs(decoder: Decoder) -> list[LayerCost]:
         window = getattr(config, "sliding_window", None) if sliding or kinds is None else None
         project = next(candidates(layer), None)
         kv = 0 if project is None else project.weights(layer)
-        costs.append(LayerCost(linear_weights(layer), kv, 2 * heads * head_dim, window))
+        costs.append(LayerCost(linear_weights(layer), kv, 2 * heads * head_dim, window, kv // config.hidden_size))
     return costs
 
 
@@ -84,6 +90,14 @@ def prompt_flops(decoder: Decoder, length: int, context_free: Collection[int] = 
         else:
             total += cost.flops(length, 0)
     return total
+
+
+def values_of_a_step(decoder: Decoder, past: int) -> int:
+    """Weights and cached values read to generate one token for one sequence, after `past` cached positions.
+
+    Times the bytes of a value: the yardstick for decoding, which takes the time of reading them.
+    """
+    return head_weights(decoder) + sum(cost.values_read(past) for cost in layer_costs(decoder))
 
 
 def _pairs(rows: int, past: int, window: int | None) -> int:

@@ -96,15 +96,18 @@ class FFN:
 
     def hidden(self, inputs: torch.Tensor) -> torch.Tensor:
         """The input of the down projection, `[..., intermediate_size]`."""
+        return self.hidden_and_up(inputs)[0]
+
+    def hidden_and_up(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input of the down projection, and the output of the up projection, `[..., intermediate_size]` each."""
         if self.gate is None:
-            activated: torch.Tensor = self.act(self.up(inputs))
-            return activated
+            up = self.up(inputs)
+            return self.act(up), up
         if self.gate.linear is self.up.linear:
             gate, up = self.gate.linear(inputs).chunk(2, dim=-1)
         else:
             gate, up = self.gate(inputs), self.up(inputs)
-        product: torch.Tensor = self.act(gate) * up
-        return product
+        return self.act(gate) * up, up
 
     @property
     def plain(self) -> bool:
@@ -166,6 +169,8 @@ def _check(name: str, ffn: FFN) -> None:
     if not isinstance(theirs, torch.Tensor) or theirs.shape != ours.shape:
         raise UnsupportedModelError(f"{name}: its FFN ({type(ffn.module).__name__}) returns something else than ours")
     off, scale = (ours - theirs).abs().max().item(), theirs.abs().max().item()
+    if not torch.isfinite(ours).all():
+        raise UnsupportedModelError(f"{name}: its FFN ({type(ffn.module).__name__}) has weights that are not finite")
     if not off <= (1e-5 if weight.dtype in (torch.float32, torch.float64) else 0.03) * scale:
         raise UnsupportedModelError(
             f"{name}: its FFN ({type(ffn.module).__name__}) differs from its description by up to {off:.3g} where the "

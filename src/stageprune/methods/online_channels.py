@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self, TypeAlias, get_args
 from stageprune.errors import SettingError
 from stageprune.methods.base import Method, choice, count, layer_indices, share
 
-Selection: TypeAlias = Literal["partition", "fixed", "full", "gate"]
+Selection: TypeAlias = Literal["partition", "fixed", "full", "gate", "cascade"]
 PrefillRule: TypeAlias = Literal["candidates", "budget", "dense"]
 Scope: TypeAlias = Literal["batch", "sequence"]
 BackendName: TypeAlias = Literal["auto", "masked", "sliced", "indexed"]
@@ -31,7 +31,11 @@ class OnlineChannelPruning(Method):
         pruned_share: share of the channels pruned by the prompt, instead of the paper's r - delta.
         selection: how a token's channels are chosen: `"partition"` (the method), `"fixed"` (the prompt's choice for all
             tokens: Variant 1), `"full"` (all channels rescored: Variant 2), or beyond the paper `"gate"`: by the
-            activated gate alone, so that up and down projections are computed only for what was chosen.
+            activated gate alone, so that up and down projections are computed only for what was chosen; `"cascade"`: by
+            the gate, and how large the prompt's up projections were, which up projections to compute, and by those
+            which channels are active.
+        up_share: share of the channels whose up projection `"cascade"` computes; None: halfway between the active ones
+            and all.
         prefill: channels active in the prompt itself: `"candidates"` (retained and candidates), `"budget"` (the best
             1 - r), `"dense"`.
         scope: `"batch"`: one partition and one choice per step for the whole batch (the paper's formula);
@@ -39,6 +43,8 @@ class OnlineChannelPruning(Method):
         backend: what runs the FFN of generated tokens: `"masked"` (no speed-up), `"sliced"`, `"indexed"`, `"auto"`.
         ratios: MLP ratios layer by layer; overrides `ratio` and `mlp_ratio`.
         protect: layers that stay dense.
+        refresh: renew the partition at every n-th generated token, which computes all channels and counts as n tokens;
+            None: never (the paper).
         multiple: round the number of retained, computed and active channels up to a multiple of this.
 
     Raises:
@@ -52,11 +58,13 @@ class OnlineChannelPruning(Method):
     partition_fraction: float = 0.1
     pruned_share: float | None = None
     selection: Selection = "partition"
+    up_share: float | None = None
     prefill: PrefillRule = "candidates"
     scope: Scope = "batch"
     backend: BackendName = "auto"
     ratios: Sequence[float] | None = None
     protect: Sequence[int] = ()
+    refresh: int | None = None
     multiple: int = 1
 
     def __post_init__(self) -> None:
@@ -64,12 +72,18 @@ class OnlineChannelPruning(Method):
         for name in ("mlp_ratio", "pruned_share"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, share(name, getattr(self, name)))
-        object.__setattr__(self, "partition_fraction", _fraction(self.partition_fraction))
+        object.__setattr__(self, "partition_fraction", _fraction("partition_fraction", self.partition_fraction))
         choice("selection", self.selection, get_args(Selection))
+        if self.up_share is not None:
+            if self.selection != "cascade":
+                raise SettingError(f"up_share is for selection='cascade', but selection is {self.selection!r}")
+            object.__setattr__(self, "up_share", _fraction("up_share", self.up_share))
         choice("prefill", self.prefill, get_args(PrefillRule))
         choice("scope", self.scope, get_args(Scope))
         choice("backend", self.backend, get_args(BackendName))
         count("multiple", self.multiple)
+        if self.refresh is not None:
+            count("refresh", self.refresh)
         if self.ratios is not None:
             if isinstance(self.ratios, (str, bytes)) or not isinstance(self.ratios, Sequence):
                 raise SettingError(f"ratios must list one MLP ratio per layer, got {type(self.ratios).__name__}")
@@ -99,7 +113,7 @@ PRESETS: dict[str, dict[str, object]] = {"paper": {}}
 """Named settings. `paper` is the faithful default."""
 
 
-def _fraction(value: object) -> float:
+def _fraction(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise SettingError(f"partition_fraction must satisfy 0 <= partition_fraction <= 1, got {value!r}")
+        raise SettingError(f"{name} must satisfy 0 <= {name} <= 1, got {value!r}")
     return float(value)

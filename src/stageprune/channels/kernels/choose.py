@@ -17,8 +17,10 @@ def make_backend(method: OnlineChannelPruning, layer: Layer) -> Backend:
         SettingError: if a backend is forced that cannot do the selection, or a selection needs a gate.
         UnsupportedModelError: if a backend is forced that cannot run on this machine or with these weights.
     """
-    if layer.selection == "gate" and layer.ffn.gate is None:
-        raise SettingError("selection='gate' needs FFNs with a gate projection, which this model does not have")
+    if layer.selection in ("gate", "cascade") and layer.ffn.gate is None:
+        raise SettingError(
+            f"selection={layer.selection!r} needs FFNs with a gate projection, which this model does not have"
+        )
     name = method.backend
     sliceable = layer.selection in ("partition", "fixed")
     if name == "masked":

@@ -41,11 +41,15 @@ class Lists:
         channels: ascending, int32; None for all.
         choices: positions in `channels`, int32; None where nothing is chosen.
         count: how many are chosen.
+        up_sizes: what the choice by the gate alone assumes of the up projections, `[h]`; None where it is not by that.
+        active: how many of the chosen ones enter the down projection; None for all.
     """
 
     channels: torch.Tensor | None
     choices: torch.Tensor | None
     count: int
+    up_sizes: torch.Tensor | None = None
+    active: int | None = None
 
 
 class IndexedBackend:
@@ -76,7 +80,12 @@ class IndexedBackend:
             return Lists(partition.computed[group].int(), partition.candidates[group].int(), sizes.picked)
         if selection == "full":
             return Lists(None, torch.arange(sizes.total, dtype=torch.int32), sizes.active)
-        return Lists(partition.computed[group].int(), torch.arange(sizes.computed, dtype=torch.int32), sizes.active)
+        channels = None if sizes.computed == sizes.total else partition.computed[group].int()
+        choices = torch.arange(sizes.computed, dtype=torch.int32)
+        if selection == "gate":
+            return Lists(channels, choices, sizes.up, self._layer.up_norms)
+        assert partition.up_sizes is not None
+        return Lists(channels, choices, sizes.up, partition.up_sizes[group], sizes.active)
 
     def run(self, inputs: torch.Tensor, partition: Partition, bound: list[Lists]) -> torch.Tensor:
         """See `Backend.run`."""
@@ -105,8 +114,9 @@ class IndexedBackend:
             lists.choices,
             lists.count,
             layer.column_norms,
-            layer.up_norms,
+            lists.up_sizes,
             self._act,
             shared,
+            lists.active,
         )
         return outputs

@@ -25,25 +25,52 @@ class MaskedBackend:
 
     def run(self, inputs: torch.Tensor, partition: Partition, bound: Any) -> torch.Tensor:
         """See `Backend.run`."""
-        ffn, norms, up_norms = self._layer.ffn, self._layer.column_norms, self._layer.up_norms
-        if ffn.gate is not None and up_norms is not None:
-            gated = ffn.act(ffn.gate(inputs))
-            keep = self._keep(gated, norms * up_norms, partition)
-            hidden = gated * ffn.up(inputs)
-        else:
-            hidden = ffn.hidden(inputs)
-            keep = self._keep(hidden, norms, partition)
-        return ffn.down(hidden.masked_fill(~keep, 0))
+        hidden, keep = self._hidden(inputs, partition)
+        return self._layer.ffn.down(hidden.masked_fill(~keep, 0))
 
-    def _keep(self, values: torch.Tensor, weights: torch.Tensor, partition: Partition) -> torch.Tensor:
-        """The mask of active channels, `[groups, rows or 1, h]`."""
-        if self._layer.selection == "fixed":
-            return partition.keep(partition.sizes.active)
-        channels, count, keep = choices(self._layer.selection, partition)
-        scores = channel_scores(values, weights, groups=len(partition.order))
-        candidates = channels[:, None].expand(-1, scores.shape[1], -1)
-        best = ranked(scores.gather(-1, candidates))[..., :count]
-        return keep.expand(-1, scores.shape[1], -1).scatter(-1, candidates.gather(-1, best), True)
+    def active(self, inputs: torch.Tensor, partition: Partition) -> torch.Tensor:
+        """The mask of each row's active channels, `[groups, rows or 1, h]`."""
+        return self._hidden(inputs, partition)[1]
+
+    def scores(self, inputs: torch.Tensor, partition: Partition) -> torch.Tensor:
+        """Eq. 3 for all channels of each row, `[groups, rows, h]`, whatever the selection goes by."""
+        hidden = self._layer.ffn.hidden(inputs)
+        return channel_scores(hidden, self._layer.column_norms, groups=len(partition.order))
+
+    def _hidden(self, inputs: torch.Tensor, partition: Partition) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input of the down projection for all channels, and the mask of the active ones."""
+        ffn, selection, norms = self._layer.ffn, self._layer.selection, self._layer.column_norms
+        if selection == "fixed":
+            return ffn.hidden(inputs), partition.keep(partition.sizes.active)
+        if selection in ("partition", "full"):
+            hidden = ffn.hidden(inputs)
+            return hidden, _keep(hidden, norms, partition, *choices(selection, partition))
+        assert ffn.gate is not None
+        gated = ffn.act(ffn.gate(inputs))
+        hidden = gated * ffn.up(inputs)
+        up_sizes = self._layer.up_norms if partition.up_sizes is None else partition.up_sizes[:, None]
+        assert up_sizes is not None
+        sizes = partition.sizes
+        keep = _keep(gated, norms * up_sizes, partition, partition.computed, sizes.up, partition.keep(0))
+        if selection == "cascade":
+            scores = channel_scores(hidden, norms, groups=len(partition.order)).masked_fill(~keep, -1)
+            keep = torch.zeros_like(keep).scatter_(-1, ranked(scores)[..., : sizes.active], True)
+        return hidden, keep
+
+
+def _keep(
+    values: torch.Tensor,
+    weights: torch.Tensor,
+    partition: Partition,
+    channels: torch.Tensor,
+    count: int,
+    always: torch.Tensor,
+) -> torch.Tensor:
+    """The mask of the best `count` of these channels and those active anyway, `[groups, rows, h]`."""
+    scores = channel_scores(values, weights, groups=len(partition.order))
+    candidates = channels[:, None].expand(-1, scores.shape[1], -1)
+    best = ranked(scores.gather(-1, candidates))[..., :count]
+    return always.expand(-1, scores.shape[1], -1).scatter(-1, candidates.gather(-1, best), True)
 
 
 def choices(selection: str, partition: Partition) -> tuple[torch.Tensor, int, torch.Tensor]:
@@ -51,9 +78,7 @@ def choices(selection: str, partition: Partition) -> tuple[torch.Tensor, int, to
     sizes = partition.sizes
     if selection == "partition":
         return partition.computed.gather(1, partition.candidates), sizes.picked, partition.keep(sizes.retained)
-    if selection == "full":
-        return partition.order.sort(1).values, sizes.active, partition.keep(0)
-    return partition.computed, sizes.active, partition.keep(0)
+    return partition.order.sort(1).values, sizes.active, partition.keep(0)
 
 
 def channel_scores(values: torch.Tensor, weights: torch.Tensor, groups: int) -> torch.Tensor:

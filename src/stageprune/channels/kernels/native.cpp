@@ -540,14 +540,15 @@ Tensor down(const Tensor& h, const Tensor& wd_t, const OptTensor& bd, const OptT
   return y;
 }
 
-// Zeroes in h what a row drops, fills `selected`, and returns the positions that some row keeps:
-// whatever is no candidate, and the k best candidates of each row (of all rows together if shared).
+// Zeroes in h what a row drops, fills `selected`, and returns the positions that some row keeps: the
+// k best candidates of each row (of all rows together if shared), and whatever is no candidate, if
+// `others` stay.
 template <typename A>
 std::vector<int32_t> select(std::vector<A>& h, int64_t rows, const Channels& channels,
                             const int32_t* cand, int64_t n_cand, int64_t k, const A* col_norm,
-                            const A* up_norm, bool shared, int32_t* selected) {
+                            const A* up_norm, bool shared, bool others, int32_t* selected) {
   const int64_t n = channels.count;
-  std::vector<uint8_t> kept(n, 1);
+  std::vector<uint8_t> kept(n, others);
   for (int64_t j = 0; j < n_cand; ++j) kept[cand[j]] = 0;
   std::vector<Ranked<A>> ranked(n_cand);
   for (int64_t r = 0; n_cand && r < (shared ? 1 : rows); ++r) {
@@ -582,7 +583,7 @@ std::tuple<Tensor, Tensor> ffn_decode(
     const Tensor& x, const OptTensor& wg, const Tensor& wu, const Tensor& wd_t, const OptTensor& bg,
     const OptTensor& bu, const OptTensor& bd, const OptTensor& idx, const OptTensor& cand,
     int64_t k, const OptTensor& col_norm, const OptTensor& up_norm, c10::string_view act,
-    bool shared) {
+    bool shared, std::optional<int64_t> k_down) {
   check_up(x, wg, wu, bg, bu);
   const auto dtype = wu.scalar_type();
   const int64_t rows = x.size(0), d = x.size(1), h = wu.size(0);
@@ -596,18 +597,28 @@ std::tuple<Tensor, Tensor> ffn_decode(
   TORCH_CHECK(k >= 0 && k <= n_cand, "k must lie in 0 .. ", n_cand, ", got ", k);
   TORCH_CHECK(!n_cand || col_norm.has_value(), "candidates need col_norm");
   TORCH_CHECK(!up_norm.has_value() || wg.has_value(), "up_norm needs w_gate");
+  TORCH_CHECK(!k_down || (up_norm.has_value() && n_cand == channels.count && *k_down <= k),
+              "k_down chooses again among the k that were chosen by the gate");
   const Tensor y = at::empty({rows, d}, dtype);
-  const Tensor selected = at::empty({shared ? 1 : rows, k}, at::kInt);
+  const Tensor selected = at::empty({shared ? 1 : rows, k_down.value_or(k)}, at::kInt);
   SP_DISPATCH(dtype, [&] {
     using T = scalar_t;
     const Up<T> up{ptr<T>(wg), ptr<T>(wu), ptr<T>(bg), ptr<T>(bu), channels, parse_act(act)};
     const Input<T> input(x);
     std::vector<acc_t<T>> hidden(rows * channels.count);
     up_norm.has_value() ? up.gate(input, hidden.data()) : up.both(input, hidden.data());
-    const auto active =
-        select(hidden, rows, channels, candidates, n_cand, k, ptr<acc_t<T>>(col_norm),
-               ptr<acc_t<T>>(up_norm), shared, selected.mutable_data_ptr<int32_t>());
+    const auto* norms = ptr<acc_t<T>>(col_norm);
+    std::vector<int32_t> first(k_down ? (shared ? 1 : rows) * k : 0);
+    auto* const chosen = selected.mutable_data_ptr<int32_t>();
+    auto active = select(hidden, rows, channels, candidates, n_cand, k, norms,
+                         ptr<acc_t<T>>(up_norm), shared, true, k_down ? first.data() : chosen);
     if (up_norm.has_value()) up.times_up(input, active, hidden.data());
+    if (k_down) {
+      // What one row dropped and another kept is zero in h, and so never before what it kept.
+      const auto among = active;
+      active = select(hidden, rows, channels, among.data(), among.size(), *k_down, norms,
+                      static_cast<const acc_t<T>*>(nullptr), shared, false, chosen);
+    }
     down_project(ptr<T>(wd_t), ptr<T>(bd), active, channels, hidden.data(), channels.count, rows, d,
                  y.mutable_data_ptr<T>());
   });
@@ -622,7 +633,7 @@ TORCH_LIBRARY(stageprune, m) {
   m.def("down(Tensor h, Tensor w_down_t, Tensor? b_down, Tensor? idx, Tensor? mask) -> Tensor");
   m.def("ffn_decode(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, Tensor? b_gate, "
         "Tensor? b_up, Tensor? b_down, Tensor? idx, Tensor? cand, int k, Tensor? col_norm, "
-        "Tensor? up_norm, str act, bool shared) -> (Tensor y, Tensor selected)");
+        "Tensor? up_norm, str act, bool shared, int? k_down=None) -> (Tensor y, Tensor selected)");
   m.def("_limit_isa(int limit) -> ()", [](int64_t limit) { isa_limit = limit; });
 }
 
