@@ -52,6 +52,9 @@ class Report:
         pruned_step_values: likewise, pruned.
         channels: of each FFN whose channels are pruned.
         extra_weight_bytes: memory that pruning adds to the weights.
+        preparation_s: what the last prompt's partitions, and what backends keep for them, took, in seconds; None if
+            there was none.
+        preparation_bytes: what backends keep for the last prompt, such as copies of weights.
     """
 
     model: str
@@ -65,6 +68,8 @@ class Report:
     pruned_step_values: int
     channels: tuple[ChannelReport, ...]
     extra_weight_bytes: int
+    preparation_s: float | None
+    preparation_bytes: int
 
     @property
     def ideal_speedup(self) -> float:
@@ -155,4 +160,6 @@ def make_report(
         pruned_step_values=step - sum(part.dense_weights - part.weights for part in parts),
         channels=parts,
         extra_weight_bytes=channels.weight_bytes if channels else 0,
+        preparation_s=channels.preparation_s if channels else None,
+        preparation_bytes=channels.preparation_bytes if channels else 0,
     )

@@ -14,6 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stageprune as sp
+from stageprune.channels.costs import dense_cost, pruned_cost
+from stageprune.channels.sizes import sizes_of
+from stageprune.methods.online_channels import PRESETS
 from zoo import BY_NAME
 
 SHARES = st.floats(0, 1, exclude_max=True)
@@ -57,6 +60,22 @@ def test_the_defaults_are_the_papers() -> None:
     assert method.delta == 0.05
     assert (method.selection, method.prefill, method.scope) == ("partition", "candidates", "batch")
     assert method.to_dict()["method"] == "online-channel-pruning"
+
+
+def test_presets() -> None:
+    """Each reads what its documentation says, and computes every gate."""
+    bytes_read = {}
+    for name in PRESETS:
+        method = sp.OnlineChannelPruning.preset(name)
+        assert sp.OnlineChannelPruning.from_json(method.to_json()) == method
+        if name != "paper":
+            assert method.mlp_ratio is not None
+            sizes = sizes_of(10_000, method.mlp_ratio, method)
+            assert sizes.pruned == 0
+            bytes_read[name] = pruned_cost(1, sizes, method.selection).weights / dense_cost(1, 10_000).weights
+    assert bytes_read == pytest.approx({"careful": 0.80, "balanced": 0.73, "fast": 0.65}, abs=0.005)
+    with pytest.raises(sp.SettingError, match="balanced"):
+        sp.OnlineChannelPruning.preset("quick")
 
 
 def test_settings_are_frozen_and_hashable() -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ SHORT = ("--max-new-tokens", "6")
 
 
 def answer(
-    folder: Path, text: str, method: sp.PrefillOnlyPruning | None, **options: Any
+    folder: Path, text: str, methods: sp.PrefillOnlyPruning | tuple[Any, ...] | None, **options: Any
 ) -> tuple[list[int], list[int]]:
     """Prompt and answer as a user of the library gets them."""
     loaded = sp.load(str(folder))
@@ -30,8 +31,8 @@ def answer(
         [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
     )
     ids = torch.tensor([loaded.tokenizer(text, add_special_tokens=False).input_ids])
-    if method is not None:
-        sp.prune(loaded.model, method)
+    if methods is not None:
+        sp.prune(loaded.model, *(methods if isinstance(methods, tuple) else (methods,)))
     new = loaded.model.generate(ids, max_new_tokens=6, **{"do_sample": False, **options})[0, ids.shape[1] :]
     return ids[0].tolist(), new.tolist()
 
@@ -131,6 +132,79 @@ def test_bench_writes_the_same_numbers_everywhere(command, tiny: Path, grid, tmp
     assert data["cells"][0]["prefill"]["ideal_speedup"] == 1
     assert {"torch", "transformers", "cpu", "threads"} <= data["system"].keys()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.csv", "b.json"]
+
+
+def test_generate_with_channels_answers_as_the_library_does(command, tiny: Path) -> None:
+    both = (sp.PrefillOnlyPruning(0.5), sp.OnlineChannelPruning(0.4, partition_fraction=0.2, selection="full"))
+    alone = ("--channel-ratio", "0.4", "--partition-fraction", "0.2", "--selection", "full")
+    for options, methods in [
+        (alone, both[1:]),
+        ((*alone, "--ratio", "1/2"), both),
+        (("--channel-preset", "fast", "--channel-backend", "masked"), None),
+    ]:
+        result = command("generate", "a b c d e f", "--model", tiny, *SHORT, *options, "--json")
+        assert result.code == 0, result.err
+        data = json.loads(result.out)
+        if methods is None:
+            methods = (replace(sp.OnlineChannelPruning.preset("fast"), backend="masked"),)
+        assert data["new_tokens"] == answer(tiny, "a b c d e f", methods)[1]
+        assert len(data["report"]["channels"]) == 2
+        assert len(data["report"]["methods"]) == len(methods)
+    shown = command("generate", "a b c", "--model", tiny, *SHORT, "--channel-ratio", "0.4")
+    assert "of the weights of 2 of 2 FFNs" in shown.err
+
+
+def test_compare_with_channels_shows_and_draws_them(command, tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the extra [plots]")
+    picture = tmp_path / "channels.svg"
+    arguments = ("compare", "a b c d", "--model", tiny, "--channel-ratio", "0.5", *SHORT, "--repeats", "2")
+    result = command(*arguments, "--plot", picture)
+    assert result.code == 0, result.err
+    assert picture.read_text().startswith("<?xml")
+    assert "uses all layers" in result.out
+    assert "by bytes read" in result.out
+    data = json.loads(command(*arguments, "--json").out)
+    assert data["decode"]["ideal_speedup"] > 1
+    assert data["decode"]["preparation_steps"] > 0
+    assert data["report"]["channels"][0]["observed"]["tokens"] == 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["channels.svg"]
+
+
+def test_bench_decode_with_channels(command, tiny: Path) -> None:
+    arguments = ("bench", "--model", tiny, "--lengths", "16", "--repeats", "2", "--seconds", "0", "--what", "decode")
+    data = json.loads(command(*arguments, "--channel-ratio", "0.3,0.5", "--json", "-").out)
+    assert [cell["methods"][0]["ratio"] for cell in data["cells"]] == [0.3, 0.5]
+    assert all(cell["ratio"] is None and cell["skipped_layers"] == 0 for cell in data["cells"])
+    for cell in data["cells"]:
+        decode = cell["decode"]
+        assert decode["achieved"] == decode["speedup"]["median"] / decode["ideal_speedup"]
+        assert cell["ffn_bytes"] < 1
+    both = json.loads(command(*arguments, "--channel-preset", "balanced", "--ratios", "1/2", "--json", "-").out)
+    assert [method["method"] for method in both["cells"][0]["methods"]] == [
+        "prefill-only-pruning",
+        "online-channel-pruning",
+    ]
+    shown = command(*arguments, "--channel-ratio", "0.3")
+    assert "break-even" in shown.out
+
+
+def test_bench_of_single_ffns(command, tmp_path: Path) -> None:
+    arguments = ("bench", "--what", "ffn", "--shapes", "32x64,48x96", "--repeats", "2", "--seconds", "0")
+    result = command(
+        *arguments, "--channel-ratio", "0.3,0.6", "--json", tmp_path / "f.json", "--csv", tmp_path / "f.csv"
+    )
+    assert result.code == 0, result.err
+    cells = json.loads((tmp_path / "f.json").read_text())["cells"]
+    assert [(cell["hidden_size"], cell["method"]["mlp_ratio"]) for cell in cells] == [
+        (32, 0.3), (32, 0.6), (48, 0.3), (48, 0.6),
+    ]  # fmt: skip
+    for cell in cells:
+        sizes = cell["sizes"]
+        read = 2 * (sizes["retained"] + sizes["candidates"]) + sizes["active"]
+        assert cell["ideal_speedup"] == 3 * sizes["total"] / read
+        assert f"{cell['speedup']['median']:.2f}x" in result.out
+    with (tmp_path / "f.csv").open(newline="") as file:
+        assert [int(row["hidden_size"]) for row in csv.DictReader(file)] == [32, 32, 48, 48]
 
 
 def test_bench_records_no_folder_of_the_machine(command, tiny: Path, grid) -> None:

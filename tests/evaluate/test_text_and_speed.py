@@ -50,7 +50,7 @@ def test_turns_alternate_and_both_kinds_are_real(model) -> None:
         hook = model.model.layers[5].mlp.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
         pairs = alternate(handle, tokens(1, 20), new_tokens=3, pairs=2)
         hook.remove()
-        speed, decode = prefill_speed(handle, 20, pairs), decode_speed(pairs)
+        speed, decode = prefill_speed(handle, 20, pairs), decode_speed(handle, 20, pairs)
         assert speed.ideal_speedup == handle.report(20).ideal_speedup
     prompts = [rows for index, rows in enumerate(seen) if index % 3 == 0]
     assert sorted(prompts) == [1, 1, 20, 20], "two dense prompts through the last layer, two pruned ones"
@@ -96,15 +96,40 @@ def test_the_typical_pair_is_the_one_with_the_median_speedup(model) -> None:
     pairs = [(turn(4.0, 4.5), turn(2.0, 2.5)), (turn(30.0, 31), turn(10.0, 10.5)), (turn(3.0, 4), turn(3.0, 3.5))]
     with sp.prune(model, sp.PrefillOnlyPruning(0.5)) as handle:
         speed = prefill_speed(handle, 20, pairs)
+        decode = decode_speed(handle, 20, pairs)
+        assert decode_speed(handle, 20, [(turn(1.0), turn(1.0, 2.0))]) is None
     assert speed.speedup.median == 2
     assert speed.typical_s == (4, 2)
     assert speed.to_dict()["typical_s"] == {"dense": 4, "pruned": 2}
-    decode = decode_speed(pairs)
     assert decode is not None
     assert decode.dense_tokens_per_s.median == 2, "two rows, a second each"
     assert decode.speedup.median == 2
     assert decode.typical_tokens_per_s[1] == 2 * decode.typical_tokens_per_s[0]
-    assert decode_speed([(turn(1.0), turn(1.0, 2.0))]) is None
+    assert decode.ideal_speedup == 1
+    assert decode.preparation_steps is None, "no channels are pruned"
+    assert decode.break_even_tokens == 0, "the first token is not later"
+
+
+def test_break_even_is_the_later_first_token_over_what_a_token_wins(model) -> None:
+    def turn(*seconds: float) -> TimedAnswer:
+        return TimedAnswer(torch.zeros(1, len(seconds), dtype=torch.long), seconds)
+
+    late = [(turn(1.0, 2.0), turn(3.0, 3.5)), (turn(1.0, 2.0), turn(5.0, 5.5))]
+    slow = [(turn(1.0, 2.0), turn(1.0, 3.0))]
+    with sp.prune(model, sp.OnlineChannelPruning(mlp_ratio=0.5)) as handle:
+        speed, never = decode_speed(handle, 20, late), decode_speed(handle, 20, slow)
+        assert speed is not None
+        assert never is not None
+        assert speed.break_even_tokens == 3 / 0.5
+        assert never.break_even_tokens is None
+        assert speed.preparation_steps is None, "there was no prompt yet"
+        model.generate(tokens(1, 9), max_new_tokens=2, do_sample=False)
+        again = decode_speed(handle, 20, late)
+        assert again is not None
+        assert again.preparation_steps is not None
+        assert again.preparation_steps > 0
+        report = handle.report(20 + 2 // 2)
+        assert again.ideal_speedup == report.ideal_decode_speedup > 1
 
 
 def test_patience_ends_long_measurements(model) -> None:

@@ -11,6 +11,7 @@ that prefill-only pruning skips) has no partition and stays dense, unless genera
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +69,17 @@ class ChannelPruner:
         """Memory that the backends add to the weights."""
         return sum(layer.backend.weight_bytes for layer in self.layers.values())
 
+    @property
+    def preparation_s(self) -> float | None:
+        """What the last prompt's partitions and what backends keep for them took, in seconds; None without a prompt."""
+        layers = [layer.preparation_s for layer in self.layers.values() if layer.preparation_s]
+        return sum(layers) if layers else None
+
+    @property
+    def preparation_bytes(self) -> int:
+        """What backends keep for the last prompt."""
+        return sum(layer.preparation_bytes for layer in self.layers.values())
+
     @contextmanager
     def observe(self) -> Iterator[None]:
         """Watch the generated tokens inside the block; see `observe.Observed`."""
@@ -102,6 +114,8 @@ class PrunedFFN:
         self.backend: Backend = make_backend(method, self._layer)
         self._masked = MaskedBackend(self._layer)
         self.observed: Observed | None = None
+        self.preparation_s = 0.0
+        self.preparation_bytes = 0
         self._observer: Observer | None = None
         # Not as a decorator: that would import the compiler with this module. Statistics are Python state.
         self._staged = torch.compiler.disable(self._staged)  # type: ignore[method-assign, no-untyped-call]
@@ -188,7 +202,10 @@ class PrunedFFN:
             return outputs
         parts = self._partition(memory)
         if memory.bound is None:
+            start = time.perf_counter()
             memory.bound = self.backend.bind(parts)
+            self.preparation_s += time.perf_counter() - start
+            self.preparation_bytes = self.backend.bound_bytes(memory.bound)
         if self._observer is not None:
             self._observer.see(inputs, parts)
         outputs = self.backend.run(inputs, parts, memory.bound)
@@ -235,7 +252,9 @@ class PrunedFFN:
     def _partition(self, memory: Memory) -> Partition:
         if memory.partition is None:
             assert memory.sums is not None
+            start = time.perf_counter()
             memory.partition = partition(memory.sums, self._column_norms, self.sizes, memory.up_sums)
+            self.preparation_s = time.perf_counter() - start
         return memory.partition
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,11 +11,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from stageprune.cli import options, parse, prompts, show
-from stageprune.cli.common import load_model, output, progress, set_threads, shown_name
+from stageprune.cli import channel_options, options, parse, prompts, show
+from stageprune.cli.common import UsageProblem, console, load_model, output, progress, set_threads, shown_name
+from stageprune.cli.files import check_plot, write_file
 
 if TYPE_CHECKING:
     from stageprune.evaluate.comparison import Comparison
+    from stageprune.evaluate.speed import DecodeSpeed
 
 TOPIC, QUESTION = "string-methods", "What does str.capitalize() do?"
 """The built-in prompt: technical prose with a question about its beginning."""
@@ -34,6 +37,17 @@ def compare(
     max_new_tokens: options.MaxNewTokens = "48",
     ratio: options.Ratio = None,
     layers: options.Layers = None,
+    channel_ratio: channel_options.ChannelRatio = None,
+    partition_fraction: channel_options.PartitionFraction = None,
+    selection: channel_options.SelectionRule = None,
+    channel_preset: channel_options.Preset = None,
+    channel_backend: channel_options.Backend = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", help="Draw how the answer chooses channels: a PNG, SVG or PDF file.", show_default=False
+        ),
+    ] = None,
     repeats: Annotated[
         Any, typer.Option("--repeats", parser=parse.count, metavar="N", help="Pairs of dense and pruned turns to time.")
     ] = "5",
@@ -46,7 +60,14 @@ def compare(
 
     Without a prompt, a built-in one is used: technical prose with a question about it.
     """
-    method = options.method_of(ratio, layers)
+    channels = channel_options.channels_of(
+        channel_ratio, partition_fraction, selection, channel_preset, channel_backend
+    )
+    methods = channel_options.methods_of(ratio, layers, channels)
+    if plot is not None:
+        if channels is None:
+            raise UsageProblem("--plot draws how channels are chosen; give --channel-ratio, too")
+        check_plot(plot)
     text = prompts.read_prompt(prompt, file)
     set_threads(threads)
     loaded = load_model(model, dtype, device)
@@ -54,7 +75,7 @@ def compare(
     import torch
 
     from stageprune.evaluate.comparison import compare as run
-    from stageprune.evaluate.comparison import turns_of
+    from stageprune.evaluate.comparison import observed, turns_of
     from stageprune.evaluate.system import system_info
     from stageprune.evaluate.text import prompt_of
     from stageprune.pruning import prune
@@ -66,8 +87,15 @@ def compare(
         tokens = prompts.tokens_of(loaded.tokenizer, text, chat)
     prompts.check_fits(loaded.model, len(tokens), max_new_tokens)
     input_ids = torch.tensor([tokens], device=loaded.model.device)
-    with prune(loaded.model, method) as handle, progress("comparing", turns_of(repeats)) as step:
+    with prune(loaded.model, *methods) as handle, progress("comparing", turns_of(repeats)) as step:
         result = run(handle, input_ids, max_new_tokens=max_new_tokens, pairs=repeats, patience=PATIENCE, on_turn=step)
+        if channels is not None:
+            result = observed(handle, result, input_ids)
+    if plot is not None:
+        from stageprune.evaluate.channel_plot import plot_channels
+
+        write_file(plot, plot_channels(result.report, plot.suffix[1:]))
+        console.print(f"written: {plot}", style="dim", markup=False, soft_wrap=True)
     answers = [
         loaded.tokenizer.decode(answer.tokens[0], skip_special_tokens=True) for answer in (result.dense, result.pruned)
     ]
@@ -92,15 +120,19 @@ def compare(
 
 def _show(result: Comparison, model: str, where: str, prompt: str, answers: list[str]) -> None:
     report, prefill = result.report, result.prefill
-    output.print(
-        f"{model}: {report.model}, {where}\n"
+    skips = (
         f"The prompt of {report.prompt_length:,} tokens skips {len(report.skipped_layers)} of "
         f"{report.num_hidden_layers} layers ({options.shown(report.skipped_layers)}); "
-        "its last token and the answer use all.",
-        markup=False,
-        soft_wrap=True,
+        "its last token and the answer use all."
+        if report.skipped_layers or not report.channels
+        else f"The prompt of {report.prompt_length:,} tokens uses all layers."
     )
+    output.print(f"{model}: {report.model}, {where}\n{skips}", markup=False, soft_wrap=True)
+    if report.channels:
+        output.print(f"Each generated token: {show.pruned_channels(report)}.", markup=False, soft_wrap=True)
     output.print(_table(result))
+    if result.decode is not None and report.channels:
+        output.print(_decode_line(result.decode), soft_wrap=True)
     output.print(
         f"Speed-up of the first token: {show.factor(prefill.speedup.median)}, "
         f"{prefill.achieved:.0%} of the ideal {show.factor(prefill.ideal_speedup)}. "
@@ -145,6 +177,15 @@ def _decode_row(result: Comparison) -> tuple[str, ...]:
         return ("tokens after it", "-", "-", "-")
     rates = map(show.rate, result.decode.typical_tokens_per_s)
     return ("tokens after it", *rates, show.factor(result.decode.speedup.median))
+
+
+def _decode_line(decode: DecodeSpeed) -> str:
+    after = decode.break_even_tokens
+    pays = "never, here" if after is None else "at once" if after == 0 else f"after {after:.0f} generated tokens"
+    return (
+        f"Speed-up of generation: {show.factor(decode.speedup.median)}, {decode.achieved:.0%} of the ideal "
+        f"{show.factor(decode.ideal_speedup)} by bytes read; it makes up for the time after the prompt {pays}."
+    )
 
 
 def _verdict(result: Comparison) -> str:

@@ -33,19 +33,32 @@ def check_writable(path: Path) -> None:
         raise OutputFileError(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a text file under a temporary name and rename it, so that no half-written file is ever seen.
+def check_plot(path: Path) -> None:
+    """`check_writable` for a picture, which its name says the format of; and that pictures can be drawn.
+
+    Raises:
+        OutputFileError: if it cannot be written, or is none of PNG, SVG and PDF.
+        SettingError: if matplotlib is not installed.
+    """
+    from stageprune.evaluate.channel_plot import pyplot
+
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise OutputFileError(f"cannot draw {str(path)!r}: the name must end in .png, .svg or .pdf")
+    check_writable(path)
+    pyplot()
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file (text as UTF-8) under a temporary name and rename it, so that no half-written file is ever seen.
 
     Raises:
         OutputFileError: if that fails; an earlier file is then still there, unchanged.
     """
     temporary = None
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", newline="", dir=path.parent, prefix=f".{path.name[:40]}.", delete=False
-        ) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:40]}.", delete=False) as file:
             temporary = file.name
-            file.write(text)
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stageprune.cli import options, parse, prompts, show
+from stageprune.cli import channel_options, options, parse, prompts, show
 from stageprune.cli.common import UsageProblem, console, load_model, set_threads, shown_name
 
 
@@ -20,6 +20,11 @@ def generate(
     max_new_tokens: options.MaxNewTokens = "256",
     ratio: options.Ratio = None,
     layers: options.Layers = None,
+    channel_ratio: channel_options.ChannelRatio = None,
+    partition_fraction: channel_options.PartitionFraction = None,
+    selection: channel_options.SelectionRule = None,
+    channel_preset: channel_options.Preset = None,
+    channel_backend: channel_options.Backend = None,
     dense: Annotated[bool, typer.Option("--dense", help="Do not prune.")] = False,
     temperature: Annotated[
         float,
@@ -38,11 +43,15 @@ def generate(
 ) -> None:
     """Answer a prompt; the answer appears as it is generated.
 
-    The prompt skips the last third of the layers, unless --ratio, --layers or --dense say otherwise.
+    The prompt skips the last third of the layers, unless --ratio, --layers or --dense say otherwise. With options about
+    channels and none about layers, only channels are pruned.
     """
-    method = options.method_of(ratio, layers)
-    if dense and (ratio is not None or layers is not None):
-        raise UsageProblem("--dense does not prune, so --ratio and --layers cannot apply")
+    channels = channel_options.channels_of(
+        channel_ratio, partition_fraction, selection, channel_preset, channel_backend
+    )
+    methods = channel_options.methods_of(ratio, layers, channels)
+    if dense and (ratio is not None or layers is not None or channels is not None):
+        raise UsageProblem("--dense does not prune, so no option about layers or channels can apply")
     if not temperature and (top_p != 1 or seed is not None):
         raise UsageProblem(
             f"--{'seed' if top_p == 1 else 'top-p'} is about sampling, which needs a --temperature above 0"
@@ -65,7 +74,7 @@ def generate(
         if seed is not None:
             torch.manual_seed(seed)
     with ExitStack() as stack:
-        handle = None if dense else stack.enter_context(prune(loaded.model, method))
+        handle = None if dense else stack.enter_context(prune(loaded.model, *methods))
         if not as_json:
             sampling["streamer"] = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
         input_ids = torch.tensor([tokens], device=loaded.model.device)
@@ -83,11 +92,9 @@ def generate(
         }
         typer.echo(json.dumps(result, indent=2))
         return
-    skipped = (
-        f"skipped layers {options.shown(report.skipped_layers)} of {report.num_hidden_layers}" if report else "dense"
-    )
+    pruned = show.pruned(report) if report else "dense"
     console.print(
-        f"prompt {len(tokens):,} tokens ({skipped}); first token after {show.seconds(answer.first_token_s)}, then "
+        f"prompt {len(tokens):,} tokens ({pruned}); first token after {show.seconds(answer.first_token_s)}, then "
         f"{show.rate(answer.tokens_per_s)}",
         style="dim",
         highlight=False,

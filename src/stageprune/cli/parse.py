@@ -10,6 +10,7 @@ from typing import TypeVar, get_args
 import typer
 
 from stageprune.methods import LayerRule
+from stageprune.methods.online_channels import PRESETS
 
 DTYPES = {
     "auto": "auto",
@@ -108,6 +109,29 @@ def _whole(text: str, least: int) -> int:
 def ratios(text: str) -> tuple[float, ...]:
     """Shares as in `ratio`, separated by commas."""
     return _distinct(text, [ratio(part) for part in text.split(",")])
+
+
+def fraction(text: str) -> float:
+    """A share from 0 to 1, both included: a decimal number or a fraction."""
+    return 1.0 if re.fullmatch(r"\s*1(\.0*)?\s*", text) else ratio(text)
+
+
+def preset(text: str) -> str:
+    """The name of settings of channel pruning."""
+    if text not in PRESETS:
+        raise typer.BadParameter(f"{text!r} is none of {', '.join(PRESETS)}")
+    return text
+
+
+def shapes(text: str) -> tuple[tuple[int, int], ...]:
+    """FFN shapes, `hidden_size` and `intermediate_size`, such as `2048x8192,4096x14336`."""
+    values = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})x(\d{1,6})\s*", part, re.ASCII)
+        if match is None or int(match[1]) < 1 or int(match[2]) < 1:
+            raise typer.BadParameter(f"{text!r} is no list of shapes such as 2048x8192,4096x14336")
+        values.append((int(match[1]), int(match[2])))
+    return tuple(values)
 
 
 def dtype(text: str) -> str:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from stageprune.cli import options
 from stageprune.evaluate.spread import Spread
+
+if TYPE_CHECKING:
+    from stageprune.report import Report
 
 BUSY = (
     "The times vary a lot: this machine is busy with something else. The speed-up, taken between neighbouring turns, "
@@ -33,3 +39,22 @@ def quartiles(spread: Spread) -> str:
 def rate(value: float | None) -> str:
     """Tokens per second."""
     return "-" if value is None else f"{value:.3g} tokens/s"
+
+
+def pruned(report: Report) -> str:
+    """What is pruned, in a few words."""
+    parts = []
+    if report.skipped_layers or not report.channels:
+        parts.append(f"skipped layers {options.shown(report.skipped_layers)} of {report.num_hidden_layers}")
+    if report.channels:
+        parts.append(pruned_channels(report))
+    return "; ".join(parts)
+
+
+def pruned_channels(report: Report) -> str:
+    """What generated tokens do not read."""
+    backends = ", ".join(sorted({part.backend for part in report.channels}))
+    return (
+        f"reads {1 / report.ideal_ffn_speedup:.0%} of the weights of {len(report.channels)} of "
+        f"{report.num_hidden_layers} FFNs ({backends})"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,5 +98,12 @@ def compare(
     timed_tokens = min(TIMED_TOKENS, max_new_tokens)
     turns = alternate(handle, input_ids, timed_tokens, pairs=pairs, patience=patience, on_turn=on_turn)
     length = input_ids.shape[1]
-    prefill, decode = prefill_speed(handle, length, turns), decode_speed(turns)
+    prefill, decode = prefill_speed(handle, length, turns), decode_speed(handle, length, turns)
     return Comparison(handle.report(length), prefill, decode, dense, pruned, agreement)
+
+
+def observed(handle: Handle, comparison: Comparison, input_ids: torch.Tensor) -> Comparison:
+    """The comparison with a report that says how the pruned answer chose its channels; generates it once more."""
+    with handle.observe():
+        timed_generate(handle.model, input_ids, comparison.pruned.tokens.shape[1])
+    return replace(comparison, report=handle.report(input_ids.shape[1]))

@@ -1,4 +1,4 @@
-"""Speed over a grid of prompt lengths, batch sizes and pruning ratios."""
+"""Speed over a grid of prompt lengths, batch sizes and settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stageprune.evaluate.speed import (
     warm_up,
 )
 from stageprune.evaluate.text import prompt_of
-from stageprune.methods import LayerRule, PrefillOnlyPruning
+from stageprune.methods import Method, OnlineChannelPruning, PrefillOnlyPruning
 from stageprune.pruning import prune
 
 
@@ -30,9 +30,8 @@ class Grid:
 
     Attributes:
         lengths: of the prompts, in tokens.
+        settings: the methods to prune with, each combination by itself.
         batches: rows per call.
-        ratios: of the layers to skip.
-        layers: which layers.
         prefill: whether to measure the time to the first token and its peak memory.
         new_tokens: how many tokens to generate to measure decoding; 1 for no such measurement.
         pairs: of dense and pruned turns, at least.
@@ -40,9 +39,8 @@ class Grid:
     """
 
     lengths: Sequence[int]
+    settings: Sequence[Sequence[Method]] = ((PrefillOnlyPruning(),),)
     batches: Sequence[int] = (1,)
-    ratios: Sequence[float] = (1 / 3,)
-    layers: LayerRule | Sequence[int] = "last"
     prefill: bool = True
     new_tokens: int = 1
     pairs: int = 5
@@ -51,7 +49,7 @@ class Grid:
     @property
     def cells(self) -> int:
         """How many combinations there are."""
-        return len(self.lengths) * len(self.batches) * len(self.ratios)
+        return len(self.lengths) * len(self.batches) * len(self.settings)
 
 
 @dataclass(frozen=True)
@@ -59,16 +57,20 @@ class Cell:
     """One combination, measured.
 
     Attributes:
-        ratio: of the layers to skip.
-        skipped_layers: how many layers that is.
+        methods: the settings.
+        skipped_layers: how many layers the prompt skips.
+        ffn_bytes: share of the FFN weights that a generated token reads.
+        backends: what runs pruned FFNs.
         batch: rows per call.
         prompt_length: in tokens.
         pairs: of turns that were run.
         prefill, memory, decode: the results; None for what was not asked for.
     """
 
-    ratio: float
+    methods: tuple[Method, ...]
     skipped_layers: int
+    ffn_bytes: float
+    backends: tuple[str, ...]
     batch: int
     prompt_length: int
     pairs: int
@@ -76,11 +78,31 @@ class Cell:
     memory: PrefillMemory | None
     decode: DecodeSpeed | None
 
+    @property
+    def ratio(self) -> float | None:
+        """Of the layers to skip; None without prefill-only pruning."""
+        return next((method.ratio for method in self.methods if isinstance(method, PrefillOnlyPruning)), None)
+
+    @property
+    def channels(self) -> OnlineChannelPruning | None:
+        """The settings of channel pruning, if there are any."""
+        return next((method for method in self.methods if isinstance(method, OnlineChannelPruning)), None)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the times vary a lot: something else was running."""
+        times = [self.prefill.dense_s] if self.prefill else []
+        times += [self.decode.dense_tokens_per_s] if self.decode else []
+        return any(spread.is_wide for spread in times)
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready data."""
         return {
             "ratio": self.ratio,
+            "methods": [method.to_dict() for method in self.methods],
             "skipped_layers": self.skipped_layers,
+            "ffn_bytes": self.ffn_bytes,
+            "backends": list(self.backends),
             "batch": self.batch,
             "prompt_length": self.prompt_length,
             "pairs": self.pairs,
@@ -105,9 +127,11 @@ def run_grid(
         StagePruneError: if the model cannot be pruned in this way.
     """
     device = model.get_input_embeddings().weight.device  # type: ignore[operator]
-    for ratio in grid.ratios:
-        with prune(model, PrefillOnlyPruning(ratio, grid.layers)) as handle:
-            skipped = len(handle.report().skipped_layers)
+    for methods in grid.settings:
+        with prune(model, *methods) as handle:
+            report = handle.report()
+            skipped, ffn_bytes = len(report.skipped_layers), 1 / report.ideal_ffn_speedup
+            backends = tuple(sorted({part.backend for part in report.channels}))
             for batch in grid.batches:
                 for length in grid.lengths:
                     rows = [prompt_of(tokenizer, length, start=row * length) for row in range(batch)]
@@ -118,5 +142,7 @@ def run_grid(
                         handle, input_ids, grid.new_tokens, pairs=grid.pairs, seconds=grid.seconds, on_turn=on_turn
                     )
                     prefill = prefill_speed(handle, length, turns) if grid.prefill else None
-                    decode = decode_speed(turns) if grid.new_tokens > 1 else None
-                    yield Cell(ratio, skipped, batch, length, len(turns), prefill, memory, decode)
+                    decode = decode_speed(handle, length, turns) if grid.new_tokens > 1 else None
+                    yield Cell(
+                        tuple(methods), skipped, ffn_bytes, backends, batch, length, len(turns), prefill, memory, decode
+                    )

@@ -68,12 +68,25 @@ class DecodeSpeed:
         pruned_tokens_per_s: likewise, pruned.
         speedup: pruned over dense, per pair of turns.
         typical_tokens_per_s: the dense and the pruned speed of the pair whose speed-up is the median.
+        ideal_speedup: of one sequence, if time went by reading weights and cached values alone.
+        preparation_steps: what a prompt's partition and copies take, counted in dense decode steps; None where no
+            channels are pruned.
+        break_even_tokens: generated tokens after which the time won makes up for a later first token; 0 if the first
+            token is not later, None if no time is won.
     """
 
     dense_tokens_per_s: Spread
     pruned_tokens_per_s: Spread
     speedup: Spread
     typical_tokens_per_s: tuple[float, float]
+    ideal_speedup: float
+    preparation_steps: float | None
+    break_even_tokens: float | None
+
+    @property
+    def achieved(self) -> float:
+        """The share of the ideal speed-up that was measured."""
+        return self.speedup.median / self.ideal_speedup
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready data."""
@@ -82,6 +95,10 @@ class DecodeSpeed:
             "pruned_tokens_per_s": self.pruned_tokens_per_s.to_dict(),
             "speedup": self.speedup.to_dict(),
             "typical_tokens_per_s": {"dense": self.typical_tokens_per_s[0], "pruned": self.typical_tokens_per_s[1]},
+            "ideal_speedup": self.ideal_speedup,
+            "achieved": self.achieved,
+            "preparation_steps": self.preparation_steps,
+            "break_even_tokens": self.break_even_tokens,
         }
 
 
@@ -153,14 +170,36 @@ def prefill_speed(handle: Handle, prompt_length: int, pairs: list[Pair]) -> Pref
     return PrefillSpeed(Spread.of(dense), Spread.of(pruned), Spread.of(ratios), _typical(dense, pruned, ratios), ideal)
 
 
-def decode_speed(pairs: list[Pair]) -> DecodeSpeed | None:
-    """The speed after the first token in `alternate()`'s results; None if a turn generated one token only."""
+def decode_speed(handle: Handle, prompt_length: int, pairs: list[Pair]) -> DecodeSpeed | None:
+    """The speed after the first token in `alternate()`'s results on prompts of `prompt_length` tokens.
+
+    None if a turn generated one token only.
+    """
     dense = [turn.tokens_per_s for turn, _ in pairs if turn.tokens_per_s is not None]
     pruned = [turn.tokens_per_s for _, turn in pairs if turn.tokens_per_s is not None]
     if len(dense) < len(pairs) or len(pruned) < len(pairs):
         return None
     ratios = [fast / slow for slow, fast in zip(dense, pruned, strict=True)]
-    return DecodeSpeed(Spread.of(dense), Spread.of(pruned), Spread.of(ratios), _typical(dense, pruned, ratios))
+    generated = pairs[0][0].tokens.shape[1]
+    report = handle.report(prompt_length + generated // 2)
+    batch = pairs[0][0].tokens.shape[0]
+    step = batch / statistics.median(dense)
+    return DecodeSpeed(
+        Spread.of(dense),
+        Spread.of(pruned),
+        Spread.of(ratios),
+        _typical(dense, pruned, ratios),
+        report.ideal_decode_speedup,
+        None if report.preparation_s is None else report.preparation_s / step,
+        _break_even(pairs),
+    )
+
+
+def _break_even(pairs: list[Pair]) -> float | None:
+    """From medians over pairs of turns: how much later the first token is, over what each further token wins."""
+    later = statistics.median(pruned.first_token_s - dense.first_token_s for dense, pruned in pairs)
+    won = statistics.median((dense.token_s or 0) - (pruned.token_s or 0) for dense, pruned in pairs)
+    return None if won <= 0 else max(later, 0) / won
 
 
 def _typical(dense: list[float], pruned: list[float], ratios: list[float]) -> tuple[float, float]:

@@ -43,6 +43,10 @@ class Backend(Protocol):
         """What it keeps for a prompt, such as copies of weight rows; freed with the K/V cache."""
         ...
 
+    def bound_bytes(self, bound: Any) -> int:
+        """Memory of what `bind` returned."""
+        ...
+
     def run(self, inputs: torch.Tensor, partition: Partition, bound: Any) -> torch.Tensor:
         """The FFN's output, `[batch, rows, hidden_size]`.
 

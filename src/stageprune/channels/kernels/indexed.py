@@ -87,6 +87,11 @@ class IndexedBackend:
         assert partition.up_sizes is not None
         return Lists(channels, choices, sizes.up, partition.up_sizes[group], sizes.active)
 
+    def bound_bytes(self, bound: list[Lists]) -> int:
+        """Of the lists."""
+        lists = [part for one in bound for part in (one.channels, one.choices) if part is not None]
+        return sum(part.nbytes for part in lists)
+
     def run(self, inputs: torch.Tensor, partition: Partition, bound: list[Lists]) -> torch.Tensor:
         """See `Backend.run`."""
         batch, rows, _ = inputs.shape

@@ -23,6 +23,10 @@ class MaskedBackend:
         """Nothing."""
         return None
 
+    def bound_bytes(self, bound: Any) -> int:
+        """None."""
+        return 0
+
     def run(self, inputs: torch.Tensor, partition: Partition, bound: Any) -> torch.Tensor:
         """See `Backend.run`."""
         hidden, keep = self._hidden(inputs, partition)

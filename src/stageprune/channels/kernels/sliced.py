@@ -61,6 +61,10 @@ class SlicedBackend:
             norms=self._layer.column_norms[rows],
         )
 
+    def bound_bytes(self, bound: list[Slices]) -> int:
+        """Of the copies."""
+        return sum(slices.nbytes for slices in bound)
+
     def run(self, inputs: torch.Tensor, partition: Partition, bound: list[Slices]) -> torch.Tensor:
         """See `Backend.run`."""
         if len(bound) == 1:

@@ -1,0 +1,126 @@
+"""The options about pruned channels, and the methods that all options together say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from stageprune.cli import parse
+from stageprune.cli.common import UsageProblem
+from stageprune.cli.options import method_of
+from stageprune.methods import Method, OnlineChannelPruning
+from stageprune.methods.online_channels import PRESETS, BackendName, Selection
+
+ChannelRatio = Annotated[
+    float | None,
+    typer.Option(
+        "--channel-ratio",
+        parser=parse.ratio,
+        metavar="R",
+        show_default=False,
+        help="Prune FFN channels for generated tokens: share of the attention and FFN weights not used, such as 0.2.",
+    ),
+]
+ChannelRatios = Annotated[
+    Any,
+    typer.Option(
+        "--channel-ratio",
+        parser=parse.ratios,
+        metavar="R,R,...",
+        show_default=False,
+        help="Prune FFN channels for generated tokens: shares of the attention and FFN weights not used, such as 0.2.",
+    ),
+]
+PartitionFraction = Annotated[
+    float | None,
+    typer.Option(
+        "--partition-fraction",
+        parser=parse.fraction,
+        metavar="G",
+        show_default=False,
+        help="Share of the channels among which each token chooses. Default: 0.1.",
+    ),
+]
+SelectionRule = Annotated[
+    Selection | None,
+    typer.Option("--selection", show_default=False, help="How a token's channels are chosen. Default: partition."),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        "--channel-preset",
+        parser=parse.preset,
+        metavar="NAME",
+        show_default=False,
+        help=f"Named settings of channel pruning: {', '.join(PRESETS)}.",
+    ),
+]
+Backend = Annotated[
+    BackendName | None,
+    typer.Option("--channel-backend", show_default=False, help="What runs pruned FFNs. Default: auto."),
+]
+
+
+def channels_of(
+    ratio: float | None,
+    partition_fraction: float | None,
+    selection: Selection | None,
+    preset: str | None,
+    backend: BackendName | None,
+) -> OnlineChannelPruning | None:
+    """The settings of channel pruning that the options say; None if no option is about channels.
+
+    Raises:
+        UsageProblem: if options contradict each other.
+    """
+    given = {
+        name: value
+        for name, value in (
+            ("ratio", ratio),
+            ("partition_fraction", partition_fraction),
+            ("selection", selection),
+            ("backend", backend),
+        )
+        if value is not None
+    }
+    if preset is None and not given:
+        return None
+    settings = OnlineChannelPruning.preset(preset or "paper")
+    fixed = [name for name in given if name != "backend" and preset not in (None, "paper")]
+    if fixed:
+        option = {"ratio": "--channel-ratio", "selection": "--selection"}.get(fixed[0], "--partition-fraction")
+        raise UsageProblem(f"--channel-preset {preset} sets what {option} says, too; give one of them")
+    return replace(settings, **given)  # type: ignore[arg-type]
+
+
+def methods_of(
+    ratio: float | None, layers: parse.LayerChoice | None, channels: OnlineChannelPruning | None
+) -> tuple[Method, ...]:
+    """Both methods, or the one that options speak of; without any option, prefill-only pruning.
+
+    Raises:
+        UsageProblem: if options contradict each other.
+    """
+    if channels is None:
+        return (method_of(ratio, layers),)
+    if ratio is None and layers is None:
+        return (channels,)
+    return (method_of(ratio, layers), channels)
+
+
+def grid_of(
+    ratios: Sequence[float] | None,
+    layers: parse.LayerChoice,
+    channel_ratios: Sequence[float] | None,
+    channels: OnlineChannelPruning | None,
+) -> list[tuple[Method, ...]]:
+    """`methods_of` for every combination of several ratios."""
+    if channels is None:
+        return [(method_of(ratio, layers),) for ratio in ratios or (1 / 3,)]
+    variants = [replace(channels, ratio=ratio) for ratio in channel_ratios] if channel_ratios else [channels]
+    if ratios is None:
+        return [(variant,) for variant in variants]
+    return [(method_of(ratio, layers), variant) for ratio in ratios for variant in variants]
