@@ -135,6 +135,13 @@ def test_float64_equals_the_reference(selection: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
+def test_float64_activations(act: str) -> None:
+    one, x = case("fixed", "ungated-bias", act), random(3, WIDTH, seed=0)
+    outputs, _ = on_triton(one.arguments(x, False))
+    assert close(outputs, ref.decode_step(one.ffn, x, one.parts, "fixed")) < 1e-10
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_float32_equals_the_cpu(selection: str, act: str) -> None:
     one = case(selection, act=act)
