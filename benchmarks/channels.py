@@ -146,11 +146,10 @@ def table(data: dict[str, Any]) -> str:
     run = data["run"]
     paper = data["points"][PAPER]["kl"]
     lines = [
-        f"SmolLM2-135M-Instruct, {run['prompts']} held-out prompts of {run['prompt_length']} tokens (half of them with "
-        f"a question), {run['new_tokens']} tokens of",
-        "the dense model's own greedy answer each. *Bytes*: share of the FFN weights that a generated token reads. KL in "
-        "nats per",
-        "token, ± its standard error over prompts. Reproduce with `python benchmarks/channels.py`.",
+        f"SmolLM2-135M-Instruct, {run['prompts']} held-out prompts of {run['prompt_length']} tokens, half of them with a",
+        f"question; {run['new_tokens']} tokens of the dense model's own greedy answer each. *Bytes*: share of the FFN",
+        "weights that a generated token reads. KL in nats per token, ± its standard error over prompts. Reproduce with",
+        "`python benchmarks/channels.py`.",
         "",
         "| rule | bytes | KL | KL / paper's | same prediction |",
         "|---|---|---|---|---|",
@@ -184,8 +183,8 @@ def plot(data: dict[str, Any], path: Path) -> None:
         )
     axes.axvline(0.75, color="grey", linewidth=0.8, linestyle=":")
     axes.axhline(data["points"][PAPER]["kl"] / 3, color="grey", linewidth=0.8, linestyle=":")
-    axes.set(yscale="log", xlabel="FFN weight bytes per token / dense", ylabel="KL(dense ‖ pruned), nats per token")
-    axes.set_title("SmolLM2-135M-Instruct: quality of each rule at its bytes (dotted: the target)")
+    axes.set(yscale="log", xlabel="FFN weight bytes per token / dense", ylabel="KL from dense, nats per token")
+    axes.set_title("SmolLM2-135M-Instruct: quality of each rule at its bytes")
     axes.legend()
     axes.grid(alpha=0.3, which="both")
     plots.rcParams["svg.hashsalt"] = "stageprune"

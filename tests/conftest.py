@@ -10,6 +10,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 
+# Read when Triton is imported, which torch and transformers do on their own; without a GPU, nothing else runs kernels.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
 from stageprune.models import LoadedModel, load
 
 # Each pytest-xdist worker is a process of its own, and torch would give each of them all cores.

@@ -1,4 +1,4 @@
-"""No copies: a compiled kernel reads only the weight rows that a token needs (`native.cpp`).
+"""No copies: compiled kernels read only the weight rows that a token needs (`native.cpp`, `triton_kernels.py`).
 
 The down projection is kept a second time, transposed, so that a channel is a contiguous row in all three matrices.
 """
@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 
 from stageprune.channels.kernels.base import Layer
+from stageprune.channels.kernels.engine import engine, why_no_engine
 from stageprune.channels.kernels.masked import MaskedBackend
-from stageprune.channels.kernels.native import load_native
 from stageprune.channels.partition import Partition
 from stageprune.families.ffn import activation_name
 
@@ -21,21 +21,18 @@ _MOST_ROWS = 16
 
 
 def why_not_indexed(layer: Layer) -> str | None:
-    """What keeps the kernel from running this layer; None if nothing does."""
+    """What keeps the kernels from running this layer; None if nothing does."""
     ffn = layer.ffn
     if not ffn.plain:
         return "the weights are quantized, adapted or offloaded"
-    weight = ffn.up.weight
-    if weight.device.type != "cpu":
-        return f"the kernel runs on the CPU, the weights are on {weight.device.type}"
     if activation_name(ffn.act) is None:
         return f"no kernel for the activation {type(ffn.act).__name__}"
-    return load_native()
+    return why_no_engine(ffn.up.weight.device)
 
 
 @dataclass(frozen=True)
 class Lists:
-    """Which channels one group computes, and among which of them a token chooses, as the kernel wants them.
+    """Which channels one group computes, and among which of them a token chooses, as the kernels want them.
 
     Attributes:
         channels: ascending, int32; None for all.
@@ -61,6 +58,7 @@ class IndexedBackend:
         self._layer = layer
         self._masked = MaskedBackend(layer)
         self._act = activation_name(layer.ffn.act)
+        self._decode = engine(layer.ffn.up.weight.device)
         self._down = layer.ffn.down.weight.detach().t().contiguous()
 
     @property
@@ -74,18 +72,21 @@ class IndexedBackend:
 
     def _lists(self, partition: Partition, group: int) -> Lists:
         sizes, selection = partition.sizes, self._layer.selection
+
+        def first(count: int) -> torch.Tensor:
+            return torch.arange(count, dtype=torch.int32, device=partition.order.device)
+
         if selection == "fixed":
             return Lists(partition.order[group, : sizes.active].sort().values.int(), None, 0)
         if selection == "partition":
             return Lists(partition.computed[group].int(), partition.candidates[group].int(), sizes.picked)
         if selection == "full":
-            return Lists(None, torch.arange(sizes.total, dtype=torch.int32), sizes.active)
+            return Lists(None, first(sizes.total), sizes.active)
         channels = None if sizes.computed == sizes.total else partition.computed[group].int()
-        choices = torch.arange(sizes.computed, dtype=torch.int32)
         if selection == "gate":
-            return Lists(channels, choices, sizes.up, self._layer.up_norms)
+            return Lists(channels, first(sizes.computed), sizes.up, self._layer.up_norms)
         assert partition.up_sizes is not None
-        return Lists(channels, choices, sizes.up, partition.up_sizes[group], sizes.active)
+        return Lists(channels, first(sizes.computed), sizes.up, partition.up_sizes[group], sizes.active)
 
     def bound_bytes(self, bound: list[Lists]) -> int:
         """Of the lists."""
@@ -103,11 +104,10 @@ class IndexedBackend:
         return torch.stack([self._call(inputs[:, row], bound[0], True) for row in range(rows)], dim=1)
 
     def _call(self, inputs: torch.Tensor, lists: Lists, shared: bool) -> torch.Tensor:
-        """One call of the kernel, for rows `[rows, hidden_size]`, which share a choice or make each its own."""
+        """One call of the kernels, for rows `[rows, hidden_size]`, which share a choice or make each its own."""
         layer, ffn = self._layer, self._layer.ffn
         gate = ffn.gate
-        outputs: torch.Tensor
-        outputs, _ = torch.ops.stageprune.ffn_decode(
+        outputs, _ = self._decode(
             inputs.contiguous(),
             None if gate is None else gate.weight,
             ffn.up.weight,
