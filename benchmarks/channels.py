@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def _bytes(one: dict[str, Any], report: sp.Report) -> float:
-    """Share of the model's FFN weights that a generated token reads, protected layers and refreshing tokens included."""
+    """Share of the model's FFN weights that a generated token reads, refreshing tokens included."""
     layer = report.channels[0]
     pruned = len(report.channels) / report.num_hidden_layers
     share = pruned * layer.weights / layer.dense_weights + (1 - pruned)
@@ -146,8 +146,8 @@ def table(data: dict[str, Any]) -> str:
     run = data["run"]
     paper = data["points"][PAPER]["kl"]
     lines = [
-        f"SmolLM2-135M-Instruct, {run['prompts']} held-out prompts of {run['prompt_length']} tokens, half of them with a",
-        f"question; {run['new_tokens']} tokens of the dense model's own greedy answer each. *Bytes*: share of the FFN",
+        f"SmolLM2-135M-Instruct, {run['prompts']} held-out prompts of {run['prompt_length']} tokens, half of them with",
+        f"a question; {run['new_tokens']} tokens of the dense model's own greedy answer each. *Bytes*: share of FFN",
         "weights that a generated token reads. KL in nats per token, ± its standard error over prompts. Reproduce with",
         "`python benchmarks/channels.py`.",
         "",

@@ -147,6 +147,10 @@ def make_report(
         )
         for index, layer in (channels.layers.items() if channels else ())
     )
+    skipped = prefill.context_free if prefill else ()
+    saved = sum(
+        layer.prompt_saving for index, layer in (channels.layers.items() if channels else ()) if index not in skipped
+    )
     step = values_of_a_step(decoder, prompt_length)
     return Report(
         model=type(decoder.model).__name__,
@@ -155,7 +159,7 @@ def make_report(
         skipped_layers=prefill.skipped if prefill else (),
         prompt_length=prompt_length,
         dense_flops=prompt_flops(decoder, prompt_length),
-        pruned_flops=prompt_flops(decoder, prompt_length, prefill.context_free if prefill else ()),
+        pruned_flops=prompt_flops(decoder, prompt_length, skipped) - 2 * (prompt_length - 1) * saved,
         dense_step_values=step,
         pruned_step_values=step - sum(part.dense_weights - part.weights for part in parts),
         channels=parts,

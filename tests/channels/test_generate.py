@@ -197,6 +197,26 @@ def test_many_rows_at_once(backend: str) -> None:
         assert close(ours, channel_logits(built("llama"), method, 5, input_ids=ids)[:, 5:]) < 1e-10, method
 
 
+@pytest.mark.parametrize("prefill", PREFILLS)
+@torch.no_grad()
+def test_long_prompts_leave_out_what_is_pruned(model, prefill: str) -> None:
+    """From some length on their down projection is computed with the kept weights alone."""
+    ids = tokens(2, 90)
+    for scope in SCOPES:
+        method = replace(METHOD, scope=scope, prefill=prefill)
+        kv = {CACHE: DynamicCache(config=model.config)}
+        with pruned(model, method) as handle, handle.stage(prefill=80):
+            report = handle.report(90)
+            ours = model(ids, logits_to_keep=10, **kv).logits
+        assert close(ours, channel_logits(model, method, 80, input_ids=ids)[:, 80:]) < 1e-10, method
+        unused = {"candidates": "pruned", "budget": "active", "dense": None}[prefill]
+        saved = sum(
+            0 if unused is None else part.sizes.pruned if unused == "pruned" else part.sizes.total - part.sizes.active
+            for part in report.channels
+        )
+        assert report.dense_flops - report.pruned_flops == 2 * 89 * 32 * saved
+
+
 @torch.no_grad()
 def test_ties_go_to_the_lower_index(backend: str) -> None:
     """Channels in pairs with the same score and opposite effect; whoever breaks ties differently gets a wrong sum.

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from stageprune.channels.costs import FFNCost, dense_cost, pruned_cost
 from stageprune.channels.kernels.base import Backend, Layer
@@ -34,6 +35,9 @@ from stageprune.families.ffn import FFN, describe_ffn
 from stageprune.methods import OnlineChannelPruning
 from stageprune.overrides import MethodOverride
 from stageprune.stages import Stage, StageTracker
+
+_SLICED_ROWS = 64
+"""Rows of a prompt from which on copying the kept weights of the down projection is less work than what they save."""
 
 
 class ChannelPruner:
@@ -141,6 +145,17 @@ class PrunedFFN:
             self._observer = None
 
     @property
+    def prompt_channels(self) -> int:
+        """How many channels the prompt's down projection uses."""
+        rules = {"candidates": self.sizes.computed, "budget": self.sizes.active, "dense": self.sizes.total}
+        return rules[self._method.prefill]
+
+    @property
+    def prompt_saving(self) -> int:
+        """Weights of the down projection that a row of a long enough prompt is not multiplied with."""
+        return self._hidden_size * (self.sizes.total - self.prompt_channels) if self.ffn.plain else 0
+
+    @property
     def _hidden_size(self) -> int:
         return int(self.ffn.down.weight.shape[0])
 
@@ -177,12 +192,21 @@ class PrunedFFN:
         sums, up_sums = self._squares(hidden, up, real)
         memory.seen = _seen(memory, real, len(sums))
         memory.add(sums, up_sums)
-        if self._method.prefill != "dense":
-            sizes = self.sizes
-            keep = sizes.computed if self._method.prefill == "candidates" else sizes.active
-            hidden = hidden.masked_fill(~self._partition(memory).keep(keep), 0)
-        outputs: torch.Tensor = self.ffn.down(hidden)
-        return outputs
+        return self._prompt_down(hidden, memory)
+
+    def _prompt_down(self, hidden: torch.Tensor, memory: Memory) -> torch.Tensor:
+        """The down projection of prefill rows, with the channels that they may use."""
+        outputs: torch.Tensor
+        count = self.prompt_channels
+        if count == self.sizes.total:
+            outputs = self.ffn.down(hidden)
+            return outputs
+        parts, down = self._partition(memory), self.ffn.down
+        if len(parts.order) > 1 or hidden.shape[1] < _SLICED_ROWS or not self.ffn.plain:
+            outputs = down(hidden.masked_fill(~parts.keep(count), 0))
+            return outputs
+        channels = parts.order[0, :count].sort().values
+        return F.linear(hidden[..., channels], down.weight[:, channels], down.bias)
 
     def _squares(
         self, hidden: torch.Tensor, up: torch.Tensor, real: torch.Tensor | None
