@@ -13,7 +13,7 @@ from rich.table import Table
 
 from stageprune.cli import options, parse, prompts, show
 from stageprune.cli.common import UsageProblem, console, load_model, output, progress, set_threads, shown_name
-from stageprune.cli.files import check_writable, write_file
+from stageprune.files import check_writable, write_file
 
 if TYPE_CHECKING:
     from stageprune.evaluate.grid import Cell
