@@ -97,16 +97,17 @@ def gate_gradients(gates: VirtualGates, sequences: Sequences) -> GateGradients:
 
     The memory is that of a forward pass that keeps the input of each layer, and of one layer's backward pass.
     """
-    shape = (len(sequences.input_ids), len(gates.layers))
+    model = gates.decoder.model
+    shape = (len(sequences.input_ids), len(gates.decoder.layers))
     device = sequences.input_ids.device
     prefill, decode = (torch.ones(shape, dtype=gates.dtype, device=device, requires_grad=True) for _ in range(2))
     with (
         torch.enable_grad(),
-        _frozen(gates.model),
-        _recomputed(gates.layers),
+        _frozen(model),
+        _recomputed(gates.decoder.layers),
         gates.at(prefill, decode, context=sequences.width - 1),
     ):
-        loss = response_losses(gates.model, sequences, gates.dtype)
+        loss = response_losses(model, sequences, gates.dtype)
         by_prefill, by_decode = torch.autograd.grad(loss.sum(), (prefill, decode))
     return GateGradients(loss.detach(), by_prefill, by_decode)
 

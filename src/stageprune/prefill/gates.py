@@ -37,8 +37,8 @@ class VirtualGates(AbstractContextManager["VirtualGates"]):
         model: a decoder-only causal language model of transformers, in evaluation mode and not pruned.
 
     Attributes:
-        model: likewise.
-        layers: its decoder layers in order.
+        decoder: the model, taken apart.
+        branches: of each layer, in order.
         dtype: of gates and of sums over them: float32, or float64 if the weights are.
 
     Raises:
@@ -54,8 +54,7 @@ class VirtualGates(AbstractContextManager["VirtualGates"]):
             )
         if model.training:
             raise UnsupportedModelError(f"this {type(model).__name__} is in training mode; call model.eval() first")
-        self.model = model
-        self.layers = decoder.layers
+        self.decoder = decoder
         self.branches = find_branches(decoder)
         self.dtype = gate_dtype(decoder.model.get_input_embeddings().weight)  # type: ignore[operator]
         self._gates: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -76,9 +75,9 @@ class VirtualGates(AbstractContextManager["VirtualGates"]):
             SettingError: if the shapes do not fit the model.
         """
         for name, gates in (("prefill", prefill), ("decode", decode)):
-            if gates.ndim != 2 or gates.shape[1] != len(self.layers):
+            if gates.ndim != 2 or gates.shape[1] != len(self.branches):
                 raise SettingError(
-                    f"{name} gates have shape {tuple(gates.shape)}; the model needs [batch or 1, {len(self.layers)}]"
+                    f"{name} gates have shape {tuple(gates.shape)}; the model needs [batch or 1, {len(self.branches)}]"
                 )
         outer = self._gates, self._context
         self._gates, self._context = (prefill.to(self.dtype), decode.to(self.dtype)), context
