@@ -92,8 +92,9 @@ class SampleScore:
     drift: Drift
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready data."""
-        return asdict(self)
+        """As JSON-ready data, with lists for tuples."""
+        drift = {what: list(getattr(self.drift, what)) for what in DRIFTS}
+        return {**asdict(self), "prefill": list(self.prefill), "decode": list(self.decode), "drift": drift}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SampleScore:
