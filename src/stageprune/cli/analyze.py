@@ -88,6 +88,7 @@ def analyze(
     from stageprune.evaluate.checkpoint import Checkpoint
     from stageprune.evaluate.fingerprint import fingerprint
     from stageprune.evaluate.samples import load_prompts
+    from stageprune.evaluate.system import system_info
     from stageprune.families.decoder import find_decoder
     from stageprune.prefill.importance import Importance
     from stageprune.prefill.layers import skipped_layers
@@ -118,6 +119,7 @@ def analyze(
             "device": str(loaded.model.device),
             "attention": loaded.model.config._attn_implementation,
             "skipped_layers": list(skipped_layers(PrefillOnlyPruning(), len(decoder.layers))),
+            "versions": {name: system_info()[name] for name in ("stageprune", "torch", "transformers")},
         },
     }
     checkpoint = None if output_file is None else Checkpoint(output_file, identity)
