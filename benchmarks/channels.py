@@ -20,6 +20,7 @@ import torch
 from rich.progress import Progress
 
 import stageprune as sp
+from stageprune.evaluate.figure import new_figure, save_figure
 from stageprune.evaluate.quality import closeness, dense_cases
 from stageprune.evaluate.text import prompt_of
 from stageprune.methods.online_channels import PRESETS
@@ -169,10 +170,8 @@ def _notable(name: str) -> bool:
 
 def plot(data: dict[str, Any], path: Path) -> None:
     """KL over bytes, a curve for each rule."""
-    from stageprune.evaluate.channel_plot import pyplot
-
-    plots = pyplot()
-    figure, axes = plots.subplots(figsize=(8, 5), layout="constrained")
+    figure = new_figure(8, 5)
+    axes = figure.subplots()
     families: dict[str, list[tuple[float, float]]] = {}
     for name, point in data["points"].items():
         families.setdefault(family(name), []).append((point["bytes"], point["kl"]))
@@ -187,9 +186,7 @@ def plot(data: dict[str, Any], path: Path) -> None:
     axes.set_title("SmolLM2-135M-Instruct: quality of each rule at its bytes")
     axes.legend()
     axes.grid(alpha=0.3, which="both")
-    plots.rcParams["svg.hashsalt"] = "stageprune"
-    figure.savefig(path, metadata={"Date": None})
-    plots.close(figure)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

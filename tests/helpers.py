@@ -12,6 +12,8 @@ import transformers
 from packaging.version import Version
 from torch.overrides import TorchFunctionMode
 
+from reference.prefill_oracle import layers_of
+from stageprune.overrides import MethodOverride
 from zoo import VOCAB
 
 RENAMED = Version(transformers.__version__) >= Version("5.24")
@@ -84,3 +86,20 @@ class InFloat64(TorchFunctionMode):
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         kwargs = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}
         return func(*args, **kwargs)
+
+
+@contextmanager
+def in_float64(model: Any) -> Iterator[Any]:
+    """`InFloat64` that also holds while a backward pass computes a layer once more."""
+
+    def run(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        with InFloat64():
+            return forward(*args, **kwargs)
+
+    active = [MethodOverride(layer, "forward", run) for layer in layers_of(model)]
+    try:
+        with InFloat64():
+            yield model
+    finally:
+        for override in active:
+            override.remove()

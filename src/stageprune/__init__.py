@@ -4,14 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 from stageprune.errors import (
     AlreadyPrunedError,
+    DataError,
     ModelLoadError,
+    NumericsError,
     PromptError,
+    ResultFileError,
     SettingError,
     StageError,
     StagePruneError,
     UnsupportedModelError,
 )
 from stageprune.methods import OnlineChannelPruning, PrefillOnlyPruning
+from stageprune.prefill.importance import Importance
 from stageprune.pruning import Handle, handle_of, prune
 from stageprune.report import Report
 
@@ -22,13 +26,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyPrunedError",
+    "DataError",
     "Handle",
+    "Importance",
     "LoadedModel",
     "ModelLoadError",
+    "NumericsError",
     "OnlineChannelPruning",
     "PrefillOnlyPruning",
     "PromptError",
     "Report",
+    "ResultFileError",
     "SettingError",
     "StageError",
     "StagePruneError",

@@ -27,3 +27,15 @@ class StageError(StagePruneError):
 
 class PromptError(StagePruneError, ValueError):
     """A prompt is empty, or longer than the model's context."""
+
+
+class DataError(StagePruneError):
+    """Calibration data cannot be read or used; the message names the file, the line and what is wrong."""
+
+
+class ResultFileError(StagePruneError):
+    """A result file cannot be read: it is damaged, of another kind or version, or of other settings."""
+
+
+class NumericsError(StagePruneError):
+    """A computation overflowed; the message says what to change."""

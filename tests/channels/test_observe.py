@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,20 +96,21 @@ def test_a_batch_and_sequences_of_their_own(llama) -> None:
         assert 0 < seen.mean_overlap <= 1
 
 
-def test_nothing_to_observe(llama) -> None:
+def test_nothing_to_observe(llama, tmp_path: Path) -> None:
     with sp.prune(llama, sp.PrefillOnlyPruning(0.5)) as handle:
         with pytest.raises(sp.SettingError, match="OnlineChannelPruning"):
             handle.observe()
         with pytest.raises(sp.SettingError, match="observe"):
-            plot_channels(handle.report())
+            plot_channels(handle.report(), tmp_path / "picture.png")
 
 
 @pytest.mark.parametrize(("kind", "head"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_plot(llama, kind: str, head: bytes) -> None:
+def test_plot(llama, kind: str, head: bytes, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need the extra [plots]")
     with sp.prune(llama, METHOD) as handle:
         with handle.observe():
             generate(llama, tokens(1, 9), 4)
-        picture = plot_channels(handle.report(), kind)
+        plot_channels(handle.report(), tmp_path / f"picture.{kind}")
+    picture = (tmp_path / f"picture.{kind}").read_bytes()
     assert picture.startswith(head)
     assert len(picture) > 5_000

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from stageprune.cli import channel_options, options, parse, prompts, show
 from stageprune.cli.common import UsageProblem, console, load_model, output, progress, set_threads, shown_name
-from stageprune.cli.files import check_writable, write_file
+from stageprune.files import check_writable, write_file
 from stageprune.methods import Method, OnlineChannelPruning
 
 if TYPE_CHECKING:

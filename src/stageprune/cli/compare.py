@@ -13,7 +13,6 @@ from rich.text import Text
 
 from stageprune.cli import channel_options, options, parse, prompts, show
 from stageprune.cli.common import UsageProblem, console, load_model, output, progress, set_threads, shown_name
-from stageprune.cli.files import check_plot, write_file
 
 if TYPE_CHECKING:
     from stageprune.evaluate.comparison import Comparison
@@ -67,7 +66,9 @@ def compare(
     if plot is not None:
         if channels is None:
             raise UsageProblem("--plot draws how channels are chosen; give --channel-ratio, too")
-        check_plot(plot)
+        from stageprune.evaluate.figure import check_figure
+
+        check_figure(plot)
     text = prompts.read_prompt(prompt, file)
     set_threads(threads)
     loaded = load_model(model, dtype, device)
@@ -94,7 +95,7 @@ def compare(
     if plot is not None:
         from stageprune.evaluate.channel_plot import plot_channels
 
-        write_file(plot, plot_channels(result.report, plot.suffix[1:]))
+        plot_channels(result.report, plot)
         console.print(f"written: {plot}", style="dim", markup=False, soft_wrap=True)
     answers = [
         loaded.tokenizer.decode(answer.tokens[0], skip_special_tokens=True) for answer in (result.dense, result.pruned)

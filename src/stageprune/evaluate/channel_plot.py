@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-import io
-from typing import Any
+from pathlib import Path
 
 from stageprune.channels.observe import mean_by_token
 from stageprune.errors import SettingError
+from stageprune.evaluate.figure import check_figure, new_figure, save_figure
 from stageprune.report import Report
 
 
-def pyplot() -> Any:
-    """matplotlib, without a display.
-
-    Raises:
-        SettingError: if it is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise SettingError("plots need matplotlib: pip install 'stageprune[plots]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plot
-
-    return plot
-
-
-def plot_channels(report: Report, kind: str = "png") -> bytes:
+def plot_channels(report: Report, path: Path) -> None:
     """Draw what `handle.observe()` saw: ranks in the middle layer, and overlap and turnover over tokens and layers.
 
     Args:
         report: taken after `handle.observe()`.
-        kind: of picture: png, svg or pdf.
-
-    Returns:
-        The content of the file.
+        path: of the picture.
 
     Raises:
-        SettingError: if nothing was observed, or matplotlib is missing.
+        SettingError: if nothing was observed.
+        SettingError, OutputFileError: as `check_figure`.
     """
     layers = [part for part in report.channels if part.observed is not None]
     if not layers:
         raise SettingError("nothing was observed; generate some tokens inside handle.observe() first")
-    plot = pyplot()
-    figure, (heat, steps, depth) = plot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    check_figure(path)
+    figure = new_figure(15, 4.2)
+    heat, steps, depth = figure.subplots(1, 3)
     middle = layers[len(layers) // 2]
     assert middle.observed is not None
     image = heat.imshow(
@@ -70,7 +53,4 @@ def plot_channels(report: Report, kind: str = "png") -> bytes:
         depth.plot(*zip(*changing, strict=True), "s-", label="turnover of a token's own choice")
     depth.set(title="mean of the generated tokens", xlabel="layer", ylim=(0, 1))
     depth.legend()
-    file = io.BytesIO()
-    figure.savefig(file, format=kind.lower(), dpi=150)
-    plot.close(figure)
-    return file.getvalue()
+    save_figure(figure, path)

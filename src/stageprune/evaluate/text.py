@@ -59,7 +59,7 @@ def prompt_of(
     """
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise PromptError(f"the length of a prompt is a positive number of tokens, got {length!r}")
-    head, tail = (_special_prefix(tokenizer), []) if question is None else _frame(tokenizer, question)
+    head, tail = (special_prefix(tokenizer), []) if question is None else _frame(tokenizer, question)
     room = length - len(head) - len(tail)
     if room < 0 or (question is not None and room == 0):
         raise PromptError(
@@ -95,7 +95,7 @@ def _prose(text: str) -> Iterator[str]:
             yield paragraph
 
 
-def _special_prefix(tokenizer: Any) -> list[int]:
+def special_prefix(tokenizer: Any) -> list[int]:
     """What the tokenizer puts in front of a bare text, such as the beginning-of-sequence token."""
     plain = tokenizer("a", add_special_tokens=False).input_ids
     special: list[int] = tokenizer("a").input_ids
@@ -113,7 +113,7 @@ def _frame(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prefix: list[int] = []  # the template writes the special tokens itself
     else:
-        text, prefix = f"{content}\n", _special_prefix(tokenizer)
+        text, prefix = f"{content}\n", special_prefix(tokenizer)
     before, found, after = text.partition(_PLACEHOLDER)
     if not found:
         raise PromptError("the tokenizer's chat template drops or rewrites the user's message")

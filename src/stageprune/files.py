@@ -33,21 +33,6 @@ def check_writable(path: Path) -> None:
         raise OutputFileError(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def check_plot(path: Path) -> None:
-    """`check_writable` for a picture, which its name says the format of; and that pictures can be drawn.
-
-    Raises:
-        OutputFileError: if it cannot be written, or is none of PNG, SVG and PDF.
-        SettingError: if matplotlib is not installed.
-    """
-    from stageprune.evaluate.channel_plot import pyplot
-
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise OutputFileError(f"cannot draw {str(path)!r}: the name must end in .png, .svg or .pdf")
-    check_writable(path)
-    pyplot()
-
-
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file (text as UTF-8) under a temporary name and rename it, so that no half-written file is ever seen.
 
