@@ -8,9 +8,10 @@ arXiv 2602.03295): norm, K and V projection, key norm, rotary embedding. One cla
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -23,8 +24,8 @@ _INPUT_NORMS = ("ln_attn", "input_layernorm")
 _KEY_NORMS = ("k_norm", "key_layernorm", "k_layernorm", "key_norm")
 
 
-class KVProjection(Protocol):
-    """Keys and values of a layer from the hidden states that enter it."""
+class KVProjection(ABC):
+    """Keys and values of a layer from the hidden states that enter it, in three steps."""
 
     def __call__(self, layer: nn.Module, hidden_states: torch.Tensor, positions: Any) -> KeysValues:
         """Project.
@@ -38,11 +39,25 @@ class KVProjection(Protocol):
         Returns:
             Keys and values as the layer caches them, each `[batch, num_key_value_heads, length, head_dim]`.
         """
-        ...
+        keys, values = self.linear(layer, self.normed(layer, hidden_states))
+        return self.finish(layer, keys, values, positions)
 
+    def normed(self, layer: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the linear layers read, `[batch, length, hidden_size]`: the layer's own input norm, if it has one."""
+        normed: torch.Tensor = _input_norm(layer)(hidden_states)
+        return normed
+
+    @abstractmethod
+    def linear(self, layer: nn.Module, normed: torch.Tensor) -> KeysValues:
+        """Keys and values before key norm and rotary embedding, each `[batch, length, heads * head_dim]`."""
+
+    @abstractmethod
+    def finish(self, layer: nn.Module, keys: torch.Tensor, values: torch.Tensor, positions: Any) -> KeysValues:
+        """From what `linear` gives to what the layer caches."""
+
+    @abstractmethod
     def weights(self, layer: nn.Module) -> int:
         """How many weights each token is multiplied with."""
-        ...
 
 
 def candidates(layer: nn.Module) -> Iterator[KVProjection]:
@@ -63,7 +78,7 @@ def candidates(layer: nn.Module) -> Iterator[KVProjection]:
 
 
 @dataclass(frozen=True)
-class SeparateKV:
+class SeparateKV(KVProjection):
     """Llama-shaped attention: `self_attn.k_proj` and `v_proj`, after `input_layernorm` where there is one.
 
     Args:
@@ -75,20 +90,21 @@ class SeparateKV:
     rotary: bool = True
     key_norm: KeyNorm = "none"
 
-    def __call__(self, layer: nn.Module, hidden_states: torch.Tensor, positions: Any) -> KeysValues:
-        """Project; see `KVProjection`."""
+    def linear(self, layer: nn.Module, normed: torch.Tensor) -> KeysValues:
+        """See `KVProjection`."""
         attention: Any = layer.self_attn
-        normed = _input_norm(layer)(hidden_states)
-        shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
-        keys = attention.k_proj(normed)
-        values = attention.v_proj(normed).view(shape).transpose(1, 2)
+        return attention.k_proj(normed), attention.v_proj(normed)
+
+    def finish(self, layer: nn.Module, keys: torch.Tensor, values: torch.Tensor, positions: Any) -> KeysValues:
+        """See `KVProjection`."""
+        attention: Any = layer.self_attn
         norm = _key_norm_module(attention)
         if self.key_norm == "all heads":
             keys = norm(keys)
-        keys = keys.view(shape)
+        keys, values = (part.view(*part.shape[:-1], -1, attention.head_dim) for part in (keys, values))
         if self.key_norm == "per head":
             keys = norm(keys)
-        keys = keys.transpose(1, 2)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if self.rotary:
             keys = _rotate(attention, keys, positions)
         if self.key_norm == "after rotary":
@@ -102,19 +118,20 @@ class SeparateKV:
 
 
 @dataclass(frozen=True)
-class FusedKV:
+class FusedKV(KVProjection):
     """Phi3-shaped attention: one `qkv_proj` whose output is all queries, then all keys, then all values."""
 
-    def __call__(self, layer: nn.Module, hidden_states: torch.Tensor, positions: Any) -> KeysValues:
-        """Project; see `KVProjection`."""
+    def linear(self, layer: nn.Module, normed: torch.Tensor) -> KeysValues:
+        """See `KVProjection`."""
         attention: Any = layer.self_attn
-        normed = _input_norm(layer)(hidden_states)
-        config = attention.config
-        queries = config.num_attention_heads * attention.head_dim
-        fused = _linear_rows(attention.qkv_proj, normed, slice(queries, None))
-        keys, values = fused.chunk(2, dim=-1)
-        shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
-        keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+        queries = attention.config.num_attention_heads * attention.head_dim
+        keys, values = _linear_rows(attention.qkv_proj, normed, slice(queries, None)).chunk(2, dim=-1)
+        return keys, values
+
+    def finish(self, layer: nn.Module, keys: torch.Tensor, values: torch.Tensor, positions: Any) -> KeysValues:
+        """See `KVProjection`."""
+        attention: Any = layer.self_attn
+        keys, values = _by_head(keys, attention.head_dim), _by_head(values, attention.head_dim)
         return _rotate(attention, keys, positions), values
 
     def weights(self, layer: nn.Module) -> int:
@@ -125,19 +142,23 @@ class FusedKV:
 
 
 @dataclass(frozen=True)
-class InterleavedKV:
+class InterleavedKV(KVProjection):
     """GPT-NeoX-shaped attention: one `query_key_value` whose output holds query, key and value head by head."""
 
-    def __call__(self, layer: nn.Module, hidden_states: torch.Tensor, positions: Any) -> KeysValues:
-        """Project; see `KVProjection`."""
+    def linear(self, layer: nn.Module, normed: torch.Tensor) -> KeysValues:
+        """See `KVProjection`."""
         attention: Any = layer.attention
-        normed = _input_norm(layer)(hidden_states)
         head_dim = attention.head_size
         rows = torch.arange(attention.query_key_value.out_features, device=normed.device)
         rows = rows.view(-1, 3, head_dim)[:, 1:].reshape(-1)
         fused = _linear_rows(attention.query_key_value, normed, rows)
-        fused = fused.view(*hidden_states.shape[:-1], -1, 2 * head_dim).transpose(1, 2)
-        keys, values = fused.chunk(2, dim=-1)
+        keys, values = fused.view(*normed.shape[:-1], -1, 2, head_dim).unbind(-2)
+        return keys.flatten(-2), values.flatten(-2)
+
+    def finish(self, layer: nn.Module, keys: torch.Tensor, values: torch.Tensor, positions: Any) -> KeysValues:
+        """See `KVProjection`."""
+        attention: Any = layer.attention
+        keys, values = _by_head(keys, attention.head_size), _by_head(values, attention.head_size)
         return _rotate(attention, keys, positions), values
 
     def weights(self, layer: nn.Module) -> int:
@@ -148,14 +169,19 @@ class InterleavedKV:
 
 
 @dataclass(frozen=True)
-class FalconKV:
+class FalconKV(KVProjection):
     """Falcon-shaped attention: one `query_key_value`, split by the module's own `_split_heads`."""
 
-    def __call__(self, layer: nn.Module, hidden_states: torch.Tensor, positions: Any) -> KeysValues:
-        """Project; see `KVProjection`."""
+    def linear(self, layer: nn.Module, normed: torch.Tensor) -> KeysValues:
+        """See `KVProjection`."""
         attention: Any = layer.self_attention
-        _, keys, values = attention._split_heads(attention.query_key_value(_input_norm(layer)(hidden_states)))
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        _, keys, values = attention._split_heads(attention.query_key_value(normed))
+        return keys.flatten(-2), values.flatten(-2)
+
+    def finish(self, layer: nn.Module, keys: torch.Tensor, values: torch.Tensor, positions: Any) -> KeysValues:
+        """See `KVProjection`."""
+        attention: Any = layer.self_attention
+        keys, values = _by_head(keys, attention.head_dim), _by_head(values, attention.head_dim)
         return (keys if positions is None else _rotate(attention, keys, positions)), values
 
     def weights(self, layer: nn.Module) -> int:
@@ -163,6 +189,11 @@ class FalconKV:
         attention: Any = layer.self_attention
         linear = attention.query_key_value
         return linear.in_features * linear.out_features  # type: ignore[no-any-return]
+
+
+def _by_head(features: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """`[batch, length, heads * head_dim]` as `[batch, heads, length, head_dim]`."""
+    return features.view(*features.shape[:-1], -1, head_dim).transpose(1, 2)
 
 
 def _input_norm(layer: nn.Module) -> Any:
