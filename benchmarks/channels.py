@@ -46,7 +46,7 @@ def settings() -> dict[str, dict[str, Any]]:
     found["fixed (variant 1)"] = dict(mlp_ratio=0.3, selection="fixed")
     found["fixed, refresh 8"] = dict(mlp_ratio=0.3, selection="fixed", refresh=8)
     for active in (0.25, 0.3, 0.4, 0.7):
-        found[f"full (variant 2), {active:.0%} active"] = dict(mlp_ratio=1 - active, selection="full")
+        found[f"full (variant 2), {active:.0%} active"] = dict(mlp_ratio=1 - active, selection="full", pruned_share=0.0)
     for pruned in (0.05, 0.1, 0.15):
         for active in (0.3, 0.4, 0.5):
             found[f"partition, {pruned:.0%} pruned, {active:.0%} active"] = dict(
