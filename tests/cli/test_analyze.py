@@ -154,7 +154,7 @@ def test_a_plot(command, tiny: Path, tmp_path: Path) -> None:
         (("--data", "missing.jsonl"), 1, "missing.jsonl"),
         (("--output", "missing/i.json"), 1, "missing"),
         (("--output", "."), 1, "folder"),
-        (("--plot", "p.pdf"), 1, "p.pdf"),
+        (("--plot", "p.jpg"), 1, "p.jpg"),
         (("--output", "p.png", "--plot", "p.png"), 2, "same file"),
     ],
     ids=lambda value: "-".join(value).strip("-") if isinstance(value, tuple) else None,

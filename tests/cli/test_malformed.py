@@ -36,7 +36,6 @@ USAGE = [
     (["generate", "x", "--channel-backend", "gpu"], "gpu"),
     (["generate", "x", "--dense", "--channel-ratio", "0.2"], "--dense"),
     (["compare", "x", "--plot", "out.png"], "--channel-ratio"),
-    (["compare", "x", "--plot", "out.jpg", "--channel-ratio", "0.2"], "out.jpg"),
     (["bench", "--what", "ffn", "--shapes", "896"], "896"),
     (["bench", "--what", "ffn", "--shapes", "0x4"], "0x4"),
     (["bench", "--channel-ratio", "0.2,0.2"], "0.2,0.2"),
