@@ -6,7 +6,7 @@ A test checks that the committed documents are what this script writes. The resu
     python benchmarks/channels.py
     stageprune bench --what ffn --channel-ratio 0.3,0.6 --threads 2 --seconds 12 --repeats 15
         --json docs/results/channels-ffn.json
-    stageprune bench --what decode --channel-ratio 0.22475,0.4495 --lengths 128,1024 --threads 2 --seconds 20
+    stageprune bench --what decode --channel-ratio 0.22475,0.4495 --lengths 128,1024 --threads 2 --seconds 30
         --json docs/results/channels-decode.json
 """
 
@@ -73,7 +73,7 @@ def decode_table(data: dict[str, Any]) -> str:
     lines = [
         f"SmolLM2-135M-Instruct ({data['dtype']}), batch 1, paper's partition with γ 0.1, {system['threads']} threads,",
         f"transformers {system['transformers']}. Reproduce with",
-        "`stageprune bench --what decode --channel-ratio 0.22475,0.4495 --lengths 128,1024 --threads 2 --seconds 20`.",
+        "`stageprune bench --what decode --channel-ratio 0.22475,0.4495 --lengths 128,1024 --threads 2 --seconds 30`.",
         "",
         "| FFN bytes | prompt | dense | pruned | speed-up | middle half | ideal (bytes) | preparation | break-even |",
         "|---|---|---|---|---|---|---|---|---|",
