@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
-from statistics import stdev
 
 import torch
+from common import held_out_prompts, standard_error
 from rich.progress import Progress
 
 import stageprune as sp
 from stageprune.evaluate.quality import Quality, closeness, dense_cases
-from stageprune.evaluate.text import prompt_of
 from stageprune.models import load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,11 +40,7 @@ def main() -> None:
     options = parser.parse_args()
 
     model, tokenizer = load("demo", dtype="float32")
-    question = "Summarise the text above in a few sentences."
-    prompts = [
-        prompt_of(tokenizer, options.prompt_length, question if index % 2 else None, start=index * 401)
-        for index in range(options.prompts)
-    ]
+    prompts = held_out_prompts(tokenizer, options.prompts, options.prompt_length)
     results: dict[str, Quality] = {}
     with Progress() as progress:
         task = progress.add_task("dense answers", total=len(prompts))
@@ -85,8 +79,7 @@ def table(data: dict) -> str:
         "|---|---|---|",
     ]
     for name, row in data["variants"].items():
-        count = len(row["kl_per_prompt"])
-        kl, same = (stdev(row[key]) / math.sqrt(count) for key in ("kl_per_prompt", "agreement_per_prompt"))
+        kl, same = (standard_error(row[key]) for key in ("kl_per_prompt", "agreement_per_prompt"))
         lines.append(f"| {name} | {row['kl']:.3f} ± {kl:.3f} | {row['agreement']:.1%} ± {same:.1%} |")
     return "\n".join(lines) + "\n"
 

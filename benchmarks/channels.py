@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 from pathlib import Path
-from statistics import stdev
 from typing import Any
 
 import torch
+from common import held_out_prompts, standard_error
 from rich.progress import Progress
 
 import stageprune as sp
 from stageprune.evaluate.figure import new_figure, save_figure
 from stageprune.evaluate.quality import closeness, dense_cases
-from stageprune.evaluate.text import prompt_of
+from stageprune.files import write_file
 from stageprune.methods.online_channels import PRESETS
 from stageprune.models import load
 
@@ -89,11 +87,7 @@ def main() -> None:
     missing = {name: one for name, one in settings().items() if data["points"].get(name, {}).get("settings") != one}
     if missing:
         model, tokenizer = load("demo", dtype="float32")
-        question = "Summarise the text above in a few sentences."
-        prompts = [
-            prompt_of(tokenizer, options.prompt_length, question if index % 2 else None, start=index * 401)
-            for index in range(options.prompts)
-        ]
+        prompts = held_out_prompts(tokenizer, options.prompts, options.prompt_length)
         with Progress() as progress:
             task = progress.add_task("dense answers", total=len(prompts))
             cases = dense_cases(model, prompts, options.new_tokens, lambda: progress.advance(task))
@@ -137,9 +131,7 @@ def _earlier(partial: Path, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-    os.replace(fresh, path)
+    write_file(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
 def table(data: dict[str, Any]) -> str:
@@ -156,7 +148,7 @@ def table(data: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for name, point in sorted(data["points"].items(), key=lambda item: (item[1]["bytes"], item[1]["kl"])):
-        error = stdev(point["kl_per_prompt"]) / math.sqrt(len(point["kl_per_prompt"]))
+        error = standard_error(point["kl_per_prompt"])
         lines.append(
             f"| {'**' * _notable(name)}{name}{'**' * _notable(name)} | {point['bytes']:.3f} | {point['kl']:.3f} ± "
             f"{error:.3f} | {point['kl'] / paper:.2f} | {point['agreement']:.1%} |"
@@ -176,7 +168,7 @@ def plot(data: dict[str, Any], path: Path) -> None:
     for name, point in data["points"].items():
         families.setdefault(family(name), []).append((point["bytes"], point["kl"]))
     for marker, (name, points) in zip("osD^vPX*", families.items(), strict=False):
-        style = "" if name == "preset" else "-" if name == "cascade" else ""
+        style = "-" if name == "cascade" else ""
         axes.plot(
             *zip(*sorted(points), strict=True), marker + style, label=name, markersize=11 if name == "preset" else 6
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -13,6 +14,7 @@ import torch
 # Read when Triton is imported, which torch and transformers do on their own; without a GPU, nothing else runs kernels.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
+from helpers import InFloat64
 from stageprune.models import LoadedModel, load
 
 # Each pytest-xdist worker is a process of its own, and torch would give each of them all cores.
@@ -24,3 +26,10 @@ torch.set_num_threads(max(1, (os.cpu_count() or 1) // _WORKERS))
 def demo() -> LoadedModel:
     """The demo model in float32 and its tokenizer, from the user's cache. Shared: leave them as they are."""
     return load("demo", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def everything_in_float64() -> Iterator[None]:
+    """What transformers computes in float32 whatever the weights' dtype is computed in float64; see `InFloat64`."""
+    with InFloat64():
+        yield

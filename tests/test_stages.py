@@ -9,20 +9,16 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 import stageprune as sp
-from helpers import CACHE, InFloat64, close, generate, left_padded, tokens
+from helpers import CACHE, close, generate, left_padded, tokens
 from reference.generation import greedy
 from reference.prefill_oracle import gated_logits
 from stageprune.stages import prompt_length
 from zoo import BY_NAME
 
+pytestmark = pytest.mark.usefixtures("everything_in_float64")
+
 SKIPPED = (4, 5)
 METHOD = sp.PrefillOnlyPruning(ratio=1 / 3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_float64():
-    with InFloat64():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -139,6 +139,12 @@ MORE = [
     Architecture("arcee", "ArceeForCausalLM", "ArceeConfig"),
 ]
 
+LATENT_ATTENTION: dict[str, Any] = dict(
+    moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+    first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+)  # fmt: skip
+"""What DeepSeek-V3 has beside the common sizes."""
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {}
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + MORE}

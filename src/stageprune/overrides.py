@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -57,6 +57,11 @@ class MethodOverride:
 def override_owner(module: nn.Module, name: str) -> Any:
     """The owner of the override in force on `module.name`; None if there is none."""
     return getattr(vars(module).get(name), _MARK, None)
+
+
+def overridden(modules: Iterable[nn.Module], name: str) -> bool:
+    """Whether an override with an owner is in force on `name` of any of these modules."""
+    return any(override_owner(module, name) is not None for module in modules)
 
 
 class BeamOverride:

@@ -12,7 +12,7 @@ from stageprune.channels.pruner import ChannelPruner
 from stageprune.errors import AlreadyPrunedError, SettingError, UnsupportedModelError
 from stageprune.families.decoder import find_decoder
 from stageprune.methods import Method, OnlineChannelPruning, PrefillOnlyPruning
-from stageprune.overrides import override_owner
+from stageprune.overrides import overridden, override_owner
 from stageprune.prefill.skip import PrefillPruner
 from stageprune.report import Report, make_report
 from stageprune.stages import StageTracker
@@ -39,7 +39,7 @@ def prune(model: nn.Module, *methods: Method) -> Handle:
     _check_methods(methods)
     model = _unwrapped(model)
     decoder = find_decoder(model)
-    if any(override_owner(module, "forward") is not None for module in (model, *decoder.layers)):
+    if overridden((model, *decoder.layers), "forward"):
         raise AlreadyPrunedError(
             f"this {type(model).__name__} is pruned already; call remove() on its handle (handle_of(model)) first, "
             "and pass all methods to one prune() call to combine them"

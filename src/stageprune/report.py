@@ -72,6 +72,11 @@ class Report:
     preparation_bytes: int
 
     @property
+    def backends(self) -> tuple[str, ...]:
+        """What runs pruned FFNs, in alphabetical order."""
+        return tuple(sorted({part.backend for part in self.channels}))
+
+    @property
     def ideal_speedup(self) -> float:
         """Of the time to the first token, if time went by floating-point operations alone."""
         return self.dense_flops / self.pruned_flops
@@ -114,7 +119,7 @@ class Report:
         ]
 
     def _channel_lines(self) -> list[str]:
-        backends = ", ".join(sorted({part.backend for part in self.channels}))
+        backends = ", ".join(self.backends)
         lines = [
             f"{self.model}: channels of {len(self.channels)} of {self.num_hidden_layers} FFNs pruned ({backends}); a "
             f"generated token reads {1 / self.ideal_ffn_speedup:.0%} of their weights, ideal speed-up "
@@ -141,16 +146,15 @@ def make_report(
     prompt_length: int,
 ) -> Report:
     """Collect the figures; see `Report`."""
+    layers = channels.layers if channels else {}
     parts = tuple(
         ChannelReport(
             index, layer.sizes, layer.backend.name, layer.dense_cost.weights, layer.cost.weights, layer.observed
         )
-        for index, layer in (channels.layers.items() if channels else ())
+        for index, layer in layers.items()
     )
     skipped = prefill.context_free if prefill else ()
-    saved = sum(
-        layer.prompt_saving for index, layer in (channels.layers.items() if channels else ()) if index not in skipped
-    )
+    saved = sum(layer.prompt_saving for index, layer in layers.items() if index not in skipped)
     step = values_of_a_step(decoder, prompt_length)
     return Report(
         model=type(decoder.model).__name__,

@@ -93,7 +93,6 @@ class StageTracker:
         """Whether hidden states of prefill rows reach the language-model head; a method may end them before."""
         self._positions = False
         self._model = model
-        self._owner = owner
         self._key = next(_keys)
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()
         self._parameters = _positional_names(model)

@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 import stageprune as sp
-from helpers import CACHE, InFloat64, close, exact_logits, generate, left_padded, tokens
+from helpers import CACHE, close, exact_logits, generate, left_padded, tokens
 from reference.channel_oracle import channel_logits, greedy
 from reference.prefill_oracle import layers_of
 from zoo import ARCHITECTURES, BY_NAME, MORE, Architecture
+
+pytestmark = pytest.mark.usefixtures("everything_in_float64")
 
 SELECTIONS = ("partition", "fixed", "full", "gate", "cascade")
 PREFILLS = ("candidates", "budget", "dense")
@@ -34,12 +36,6 @@ SMALL = [replace(BY_NAME[name], options=BY_NAME[name].options | dict(num_hidden_
 
 LENGTHS = (10, 6)
 PREFILL = 7
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_float64():
-    with InFloat64():
-        yield
 
 
 @cache

@@ -12,21 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from helpers import InFloat64, close, left_padded, tokens
+from helpers import close, left_padded, tokens
 from reference import channel_ffn as ref
 from reference.channel_oracle import channel_logits, greedy, mlp_ratio, weights_of
 from reference.prefill_oracle import layers_of
 from stageprune.methods import OnlineChannelPruning
 from zoo import ARCHITECTURES, BY_NAME, MORE
 
+pytestmark = pytest.mark.usefixtures("everything_in_float64")
+
 LLAMA = replace(BY_NAME["llama"], options=dict(num_hidden_layers=2))
 METHOD = OnlineChannelPruning(mlp_ratio=0.4, partition_fraction=0.3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_float64():
-    with InFloat64():
-        yield
 
 
 # h, r_mlp, active, |P|, |C|, |R|, picked from C: the table in section 1.4 of the digest.

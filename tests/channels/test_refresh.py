@@ -13,19 +13,15 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import stageprune as sp
-from helpers import CACHE, InFloat64, close, generate, left_padded, surface, tokens
+from helpers import CACHE, close, generate, left_padded, surface, tokens
 from reference.channel_oracle import channel_logits, greedy
 from zoo import BY_NAME
+
+pytestmark = pytest.mark.usefixtures("everything_in_float64")
 
 LLAMA = replace(BY_NAME["llama"], options=BY_NAME["llama"].options | dict(num_hidden_layers=2))
 METHOD = sp.OnlineChannelPruning(mlp_ratio=0.5, partition_fraction=0.2, refresh=2, backend="masked")
 SELECTIONS = ("partition", "fixed", "full", "gate", "cascade")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_float64():
-    with InFloat64():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import stageprune as sp
 from helpers import surface
 from stageprune.families.decoder import find_decoder
 from stageprune.families.verify import verify_layers
-from zoo import ARCHITECTURES, BY_NAME, MORE
+from zoo import ARCHITECTURES, BY_NAME, LATENT_ATTENTION, MORE
 
 METHOD = sp.PrefillOnlyPruning(ratio=1 / 3)
 
@@ -120,18 +120,7 @@ REFUSED = {
         lambda: tiny(
             "DeepseekV3Config",
             "DeepseekV3ForCausalLM",
-            **(COMMON | HEADS),
-            moe_intermediate_size=16,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=8,
+            **(COMMON | HEADS | LATENT_ATTENTION),
         ),
         "no description fits",
     ),

@@ -7,17 +7,13 @@ import torch
 from transformers import DynamicCache
 
 import stageprune as sp
-from helpers import CACHE, InFloat64, close, generate, left_padded, tokens
+from helpers import CACHE, close, generate, left_padded, tokens
 from reference.generation import greedy
 from zoo import BY_NAME
 
+pytestmark = pytest.mark.usefixtures("everything_in_float64")
+
 SKIPPED = (4, 5)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_float64():
-    with InFloat64():
-        yield
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "mistral-sliding"])

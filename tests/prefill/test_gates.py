@@ -15,7 +15,7 @@ from reference.prefill_oracle import gated_logits, layers_of
 from stageprune.families.branches import find_branches
 from stageprune.families.decoder import find_decoder
 from stageprune.prefill.gates import VirtualGates, open_gates, prefill_gates
-from zoo import ARCHITECTURES, BY_NAME, MORE, Architecture
+from zoo import ARCHITECTURES, BY_NAME, LATENT_ATTENTION, MORE, Architecture
 
 LENGTH, CONTEXT = 13, 9
 ALL = ARCHITECTURES + MORE
@@ -33,20 +33,7 @@ GATED_ONLY = [
         "deepseek-v3",
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
-        dict(
-            num_key_value_heads=4,
-            moe_intermediate_size=16,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=8,
-        ),
+        dict(num_key_value_heads=4, **LATENT_ATTENTION),
     ),
 ]
 

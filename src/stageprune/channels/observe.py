@@ -45,11 +45,6 @@ class Observed:
         """Over the tokens."""
         return sum(self.overlap) / self.tokens
 
-    @property
-    def mean_rank_difference(self) -> float:
-        """Over the tokens."""
-        return sum(self.rank_difference) / self.tokens
-
 
 @dataclass
 class Observer:
@@ -64,8 +59,7 @@ class Observer:
 
     def see(self, inputs: torch.Tensor, partition: Partition) -> None:
         """Take in the rows of one pass: `inputs` `[batch, rows, hidden_size]`, which have this partition."""
-        backend = MaskedBackend(self.layer)
-        scores, active = backend.scores(inputs, partition), backend.active(inputs, partition)
+        scores, active = MaskedBackend(self.layer).scores_and_active(inputs, partition)
         for row in range(inputs.shape[1]):
             self._see(scores[:, row], active[:, min(row, active.shape[1] - 1)], partition)
 

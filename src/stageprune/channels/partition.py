@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from stageprune.channels.sizes import Sizes
+from stageprune.methods import OnlineChannelPruning
 
 _BLOCK = 512  # rows whose squares are summed at once: bounds the float32 copy of low-precision activations
 
@@ -50,6 +51,25 @@ def squares(hidden: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
             block = block.masked_fill(~real[:, start : start + _BLOCK, None], 0)
         total += block.square().sum(1)
     return total
+
+
+def statistics(
+    hidden: torch.Tensor, up: torch.Tensor, real: torch.Tensor | None, method: OnlineChannelPruning
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sums of squares that a partition is made of, `[groups, h]`, and those of the up projections where needed.
+
+    Args:
+        hidden: input of the down projection, `[batch, length, h]`.
+        up: output of the up projection, likewise.
+        real: false at padding, `[batch, length]`; None if there is none.
+        method: the settings.
+    """
+    sums = squares(hidden, real)
+    up_sums = squares(up, real) if method.selection == "cascade" else None
+    if method.scope == "batch":
+        sums = sums.sum(0, keepdim=True)
+        up_sums = None if up_sums is None else up_sums.sum(0, keepdim=True)
+    return sums, up_sums
 
 
 def partition(

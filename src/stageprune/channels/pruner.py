@@ -20,12 +20,12 @@ import torch
 from torch.nn import functional as F
 
 from stageprune.channels.costs import FFNCost, dense_cost, pruned_cost
-from stageprune.channels.kernels.base import Backend, Layer
+from stageprune.channels.kernels.base import Backend, make_layer
 from stageprune.channels.kernels.choose import make_backend
 from stageprune.channels.kernels.masked import MaskedBackend
 from stageprune.channels.memory import Memory
 from stageprune.channels.observe import Observed, Observer
-from stageprune.channels.partition import Partition, partition, squares
+from stageprune.channels.partition import Partition, partition, statistics
 from stageprune.channels.real_tokens import real_tokens
 from stageprune.channels.sizes import Sizes, mlp_ratio_of, sizes_of
 from stageprune.errors import SettingError
@@ -112,9 +112,7 @@ class PrunedFFN:
         self.sizes = sizes
         self._method = method
         self._tracker = tracker
-        self._column_norms = _norms(ffn.down.weight, 0)
-        up_norms = _norms(ffn.up.weight, 1) if method.selection == "gate" else None
-        self._layer = Layer(ffn, self._column_norms, up_norms, method.selection)
+        self._layer = make_layer(ffn, method.selection)
         self.backend: Backend = make_backend(method, self._layer)
         self._masked = MaskedBackend(self._layer)
         self.observed: Observed | None = None
@@ -189,7 +187,7 @@ class PrunedFFN:
         real = real_tokens(stage)
         if real is not None:
             real = real[:, : inputs.shape[1]]
-        sums, up_sums = self._squares(hidden, up, real)
+        sums, up_sums = statistics(hidden, up, real, self._method)
         memory.seen = _seen(memory, real, len(sums))
         memory.add(sums, up_sums)
         return self._prompt_down(hidden, memory)
@@ -208,21 +206,9 @@ class PrunedFFN:
         channels = parts.order[0, :count].sort().values
         return F.linear(hidden[..., channels], down.weight[:, channels], down.bias)
 
-    def _squares(
-        self, hidden: torch.Tensor, up: torch.Tensor, real: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The sums of squares of these rows, `[groups, h]`, and of their up projections where those are needed."""
-        sums = squares(hidden, real)
-        up_sums = squares(up, real) if self._method.selection == "cascade" else None
-        if self._method.scope == "batch":
-            sums = sums.sum(0, keepdim=True)
-            up_sums = None if up_sums is None else up_sums.sum(0, keepdim=True)
-        return sums, up_sums
-
     def _decode(self, forward: Any, memory: Memory, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor
         if memory.sums is None:
-            outputs = forward(inputs)
+            outputs: torch.Tensor = forward(inputs)
             return outputs
         parts = self._partition(memory)
         if memory.bound is None:
@@ -230,12 +216,15 @@ class PrunedFFN:
             memory.bound = self.backend.bind(parts)
             self.preparation_s += time.perf_counter() - start
             self.preparation_bytes = self.backend.bound_bytes(memory.bound)
+        return self._run(forward, memory, inputs, self.backend, memory.bound)
+
+    def _run(self, forward: Any, memory: Memory, inputs: torch.Tensor, backend: Backend, bound: Any) -> torch.Tensor:
+        """Decode rows by the partition; dense where a sequence has none yet."""
+        parts = self._partition(memory)
         if self._observer is not None:
             self._observer.see(inputs, parts)
-        outputs = self.backend.run(inputs, parts, memory.bound)
-        if memory.seen is not None:
-            outputs = torch.where(memory.seen[:, None, None], outputs, forward(inputs))
-        return outputs
+        outputs = backend.run(inputs, parts, bound)
+        return outputs if memory.seen is None else torch.where(memory.seen[:, None, None], outputs, forward(inputs))
 
     def _decode_and_refresh(
         self, forward: Any, memory: Memory, inputs: torch.Tensor, position: int
@@ -254,10 +243,11 @@ class PrunedFFN:
             collecting = not memory.prompted and memory.collected < every
             if collecting or (index > 0 and index % every == 0):
                 row = inputs[:, start : start + 1]
-                sums, up_sums = self._squares(*self.ffn.hidden_and_up(row), None)
+                sums, up_sums = statistics(*self.ffn.hidden_and_up(row), None, self._method)
                 weight = 1 if collecting else every
                 memory.add_generated(position + start, weight * sums, None if up_sums is None else weight * up_sums)
-                outputs.append(forward(row) if collecting else self._run_whole(forward, memory, row))
+                # All channels are computed anyway: nothing is bound for this row.
+                outputs.append(forward(row) if collecting else self._run(forward, memory, row, self._masked, None))
                 start += 1
             else:
                 stop = min(rows, start + every - index % every)
@@ -265,19 +255,11 @@ class PrunedFFN:
                 start = stop
         return outputs
 
-    def _run_whole(self, forward: Any, memory: Memory, row: torch.Tensor) -> torch.Tensor:
-        """One row whose channels are all computed anyway: nothing is bound for it."""
-        parts = self._partition(memory)
-        if self._observer is not None:
-            self._observer.see(row, parts)
-        outputs = self._masked.run(row, parts, None)
-        return outputs if memory.seen is None else torch.where(memory.seen[:, None, None], outputs, forward(row))
-
     def _partition(self, memory: Memory) -> Partition:
         if memory.partition is None:
             assert memory.sums is not None
             start = time.perf_counter()
-            memory.partition = partition(memory.sums, self._column_norms, self.sizes, memory.up_sums)
+            memory.partition = partition(memory.sums, self._layer.column_norms, self.sizes, memory.up_sums)
             self.preparation_s = time.perf_counter() - start
         return memory.partition
 
@@ -289,13 +271,6 @@ def _seen(memory: Memory, real: torch.Tensor | None, groups: int) -> torch.Tenso
     now = real.any(1) if groups == len(real) else real.any()[None]
     now = now if memory.seen is None else memory.seen | now
     return None if bool(now.all()) else now
-
-
-def _norms(weight: torch.Tensor, dim: int) -> torch.Tensor:
-    """L2 norms along one axis, in float32 or better."""
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    norms: torch.Tensor = torch.linalg.vector_norm(weight.detach(), dim=dim, dtype=dtype)
-    return norms
 
 
 def _requested(method: OnlineChannelPruning, index: int) -> float:

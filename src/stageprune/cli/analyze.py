@@ -12,6 +12,7 @@ from rich.table import Table
 from stageprune.cli import options, parse
 from stageprune.cli.common import (
     UsageProblem,
+    check_outputs,
     console,
     load_model,
     one_line,
@@ -20,7 +21,6 @@ from stageprune.cli.common import (
     set_threads,
     shown_name,
 )
-from stageprune.files import check_writable
 from stageprune.methods import PrefillOnlyPruning
 
 if TYPE_CHECKING:
@@ -32,9 +32,7 @@ model's own."""
 
 
 def analyze(
-    model: Annotated[
-        str, typer.Argument(help="A hub id, a folder, a .gguf file, or demo: the built-in SmolLM2-135M-Instruct.")
-    ] = "demo",
+    model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = "demo",
     samples: Annotated[
         Any, typer.Option("--samples", parser=parse.count, metavar="N", help="Calibration prompts.")
     ] = "200",
@@ -163,13 +161,9 @@ def analyze(
 
 
 def _check_files(output_file: Path | None, plot: Path | None) -> None:
-    for path in (output_file, plot):
-        if path is not None:
-            check_writable(path)
+    check_outputs({"--output": output_file, "--plot": plot})
     if plot is None:
         return
-    if output_file is not None and output_file.absolute() == plot.absolute():
-        raise UsageProblem(f"--output and --plot name the same file {str(plot)!r}")
     from stageprune.evaluate.figure import check_figure
 
     check_figure(plot)

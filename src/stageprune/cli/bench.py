@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,8 +15,17 @@ import typer
 from rich.table import Table
 
 from stageprune.cli import channel_options, options, parse, prompts, show
-from stageprune.cli.common import UsageProblem, console, load_model, output, progress, set_threads, shown_name
-from stageprune.files import check_writable, write_file
+from stageprune.cli.common import (
+    UsageProblem,
+    check_outputs,
+    console,
+    load_model,
+    output,
+    progress,
+    set_threads,
+    shown_name,
+)
+from stageprune.files import write_file
 from stageprune.methods import Method, OnlineChannelPruning
 
 if TYPE_CHECKING:
@@ -92,11 +102,7 @@ def bench(
 ) -> None:
     """Measure the speed-up over a grid. Dense and pruned turns alternate in one process, on the same prompts."""
     json_path = None if json_file in (None, "-") else Path(str(json_file))
-    paths = [path for path in (json_path, csv_file) if path is not None]
-    for path in paths:
-        check_writable(path)
-    if len(paths) == 2 and paths[0].absolute() == paths[1].absolute():
-        raise UsageProblem(f"--json and --csv name the same file {str(csv_file)!r}")
+    paths = check_outputs({"--json": json_path, "--csv": csv_file})
     if max(batch) * max(lengths) > MOST_TOKENS:
         raise UsageProblem(
             f"{max(batch)} prompts of {max(lengths)} tokens are more than {MOST_TOKENS} tokens at a time"
@@ -187,15 +193,19 @@ def _measure_ffns(
     settings = [base] if base.mlp_ratio is not None else [replace(base, mlp_ratio=ratio) for ratio in ratios or (0.3,)]
     results = []
     with progress("measuring", 2 * (repeats + 1) * len(shapes) * len(settings) * len(batches)) as step:
-        for hidden_size, intermediate_size in shapes:
-            for method in settings:
-                for rows in batches:
-                    results.append(
-                        (method, ffn_speed(
-                            hidden_size, intermediate_size, method, dtype=getattr(torch, dtype),
-                            device=device or "cpu", rows=rows, pairs=repeats, seconds=seconds, on_pass=step,
-                        ))
-                    )  # fmt: skip
+        for (hidden_size, intermediate_size), method, rows in product(shapes, settings, batches):
+            speed = ffn_speed(
+                hidden_size,
+                intermediate_size,
+                method,
+                dtype=getattr(torch, dtype),
+                device=device or "cpu",
+                rows=rows,
+                pairs=repeats,
+                seconds=seconds,
+                on_pass=step,
+            )
+            results.append((method, speed))
     data = {
         "model": "single FFNs with random weights",
         "dtype": dtype,

@@ -7,14 +7,17 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from stageprune.files import check_writable
 
 if TYPE_CHECKING:
     from stageprune.models import LoadedModel
@@ -52,6 +55,22 @@ def quiet() -> None:
 
     if hasattr(gguf_reader, "tqdm"):
         gguf_reader.tqdm = functools.partial(gguf_reader.tqdm, disable=True)
+
+
+def check_outputs(files: Mapping[str, Path | None]) -> list[Path]:
+    """The result files that the user named, by option; found out beforehand whether they can be written.
+
+    Raises:
+        OutputFileError: if one cannot be written.
+        UsageProblem: if two options name the same file.
+    """
+    given = {option: path for option, path in files.items() if path is not None}
+    for path in given.values():
+        check_writable(path)
+    for (first, path), (second, other) in combinations(given.items(), 2):
+        if path.absolute() == other.absolute():
+            raise UsageProblem(f"{first} and {second} name the same file {str(other)!r}")
+    return list(given.values())
 
 
 def set_threads(threads: int | None) -> None:

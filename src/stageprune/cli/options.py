@@ -11,12 +11,9 @@ from stageprune.cli import parse
 from stageprune.cli.common import UsageProblem
 from stageprune.methods import PrefillOnlyPruning
 
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model", "-m", help="A hub id, a folder, a .gguf file, or demo: the built-in SmolLM2-135M-Instruct."
-    ),
-]
+MODEL_HELP = "A hub id, a folder, a .gguf file, or demo: the built-in SmolLM2-135M-Instruct."
+
+Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 Prompt = Annotated[
     str | None, typer.Argument(help="The prompt; - reads it from the standard input.", show_default=False)
 ]

@@ -53,8 +53,7 @@ def pruned(report: Report) -> str:
 
 def pruned_channels(report: Report) -> str:
     """What generated tokens do not read."""
-    backends = ", ".join(sorted({part.backend for part in report.channels}))
     return (
         f"reads {1 / report.ideal_ffn_speedup:.0%} of the weights of {len(report.channels)} of "
-        f"{report.num_hidden_layers} FFNs ({backends})"
+        f"{report.num_hidden_layers} FFNs ({', '.join(report.backends)})"
     )

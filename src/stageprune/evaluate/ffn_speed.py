@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from stageprune.channels.costs import dense_cost, pruned_cost
-from stageprune.channels.kernels.base import Backend, Layer
+from stageprune.channels.kernels.base import Backend, make_layer
 from stageprune.channels.kernels.choose import make_backend
-from stageprune.channels.partition import Partition, partition, squares
+from stageprune.channels.partition import Partition, partition, statistics
 from stageprune.channels.sizes import Sizes, sizes_of
+from stageprune.evaluate.alternation import alternate_turns
 from stageprune.evaluate.clock import synchronize
 from stageprune.evaluate.spread import Spread
 from stageprune.families.ffn import describe_ffn
@@ -125,15 +126,12 @@ def ffn_speed(
         prompt = torch.randn(rows, _PROMPT, hidden_size).to(dtype)
     layers, preparation = [], []
     for index, module in enumerate(modules):
-        layer = _layer(index, module, method)
+        layer = make_layer(describe_ffn(index, module), method.selection)
         backend = make_backend(method, layer)
-        hidden, up = layer.ffn.hidden_and_up(prompt)
-        sums = [squares(values, None) for values in (hidden, up)]
-        if method.scope == "batch":
-            sums = [one.sum(0, keepdim=True) for one in sums]
+        sums, up_sums = statistics(*layer.ffn.hidden_and_up(prompt), None, method)
         synchronize(where)
         start = time.perf_counter()
-        parts = partition(sums[0], layer.column_norms, sizes, sums[1] if method.selection == "cascade" else None)
+        parts = partition(sums, layer.column_norms, sizes, up_sums)
         bound = backend.bind(parts)
         synchronize(where)
         preparation.append(time.perf_counter() - start)
@@ -150,12 +148,7 @@ def ffn_speed(
 
     for dense in (True, False):
         one_pass(dense)
-    start = time.perf_counter()
-    times: list[tuple[float, float]] = []
-    while len(times) < pairs or (time.perf_counter() - start < seconds and len(times) < 10 * pairs):
-        order = (True, False) if len(times) % 2 == 0 else (False, True)
-        taken = {dense: one_pass(dense) for dense in order}
-        times.append((taken[True], taken[False]))
+    times = alternate_turns(one_pass, pairs=pairs, seconds=seconds)
     cost = pruned_cost(hidden_size, sizes, method.selection)
     return FFNSpeed(
         hidden_size,
@@ -170,13 +163,6 @@ def ffn_speed(
         dense_cost(hidden_size, intermediate_size).weights / cost.weights,
         Spread.of(preparation),
     )
-
-
-def _layer(index: int, module: nn.Module, method: OnlineChannelPruning) -> Layer:
-    ffn = describe_ffn(index, module)
-    norms = torch.linalg.vector_norm(ffn.down.weight, dim=0, dtype=torch.float32)
-    up_norms = torch.linalg.vector_norm(ffn.up.weight, dim=1, dtype=torch.float32)
-    return Layer(ffn, norms, up_norms if method.selection == "gate" else None, method.selection)
 
 
 def _run(

@@ -131,7 +131,6 @@ def run_grid(
         with prune(model, *methods) as handle:
             report = handle.report()
             skipped, ffn_bytes = len(report.skipped_layers), 1 / report.ideal_ffn_speedup
-            backends = tuple(sorted({part.backend for part in report.channels}))
             for batch in grid.batches:
                 for length in grid.lengths:
                     rows = [prompt_of(tokenizer, length, start=row * length) for row in range(batch)]
@@ -144,5 +143,14 @@ def run_grid(
                     prefill = prefill_speed(handle, length, turns) if grid.prefill else None
                     decode = decode_speed(handle, length, turns) if grid.new_tokens > 1 else None
                     yield Cell(
-                        tuple(methods), skipped, ffn_bytes, backends, batch, length, len(turns), prefill, memory, decode
+                        tuple(methods),
+                        skipped,
+                        ffn_bytes,
+                        report.backends,
+                        batch,
+                        length,
+                        len(turns),
+                        prefill,
+                        memory,
+                        decode,
                     )

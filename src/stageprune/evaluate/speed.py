@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stageprune.evaluate.alternation import alternate_turns
 from stageprune.evaluate.clock import TimedAnswer, timed_generate
 from stageprune.evaluate.memory import peak_bytes
 from stageprune.evaluate.spread import Spread
@@ -134,25 +134,16 @@ def alternate(
         handle: of the pruned model.
         input_ids: the prompt, `[batch, length]`.
         new_tokens: generated in each turn.
-        pairs: how many pairs of turns, at least.
-        seconds: how long to go on, at least: short turns need many pairs for a steady median. No more than ten
-            times `pairs` are run.
-        patience: in seconds; when it is used up, three pairs are enough.
+        pairs, seconds, patience: how many; see `alternate_turns`.
         on_turn: called after each turn, such as to advance a progress bar.
     """
-    start = time.perf_counter()
-    results: list[Pair] = []
-    while True:
-        spent = time.perf_counter() - start
-        enough = min(pairs, 3) if spent > patience else pairs if spent > seconds else 10 * pairs
-        if len(results) >= enough:
-            return results
-        order = (True, False) if len(results) % 2 == 0 else (False, True)
-        turns = {}
-        for dense in order:
-            turns[dense] = _turn(handle, input_ids, new_tokens, dense)
-            on_turn()
-        results.append((turns[True], turns[False]))
+
+    def turn(dense: bool) -> TimedAnswer:
+        answer = _turn(handle, input_ids, new_tokens, dense)
+        on_turn()
+        return answer
+
+    return alternate_turns(turn, pairs=pairs, seconds=seconds, patience=patience)
 
 
 def warm_up(handle: Handle, input_ids: torch.Tensor) -> None:

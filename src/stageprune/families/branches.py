@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from stageprune.errors import UnsupportedModelError
-from stageprune.families.calls import LayerSignature, execution_device
+from stageprune.families.calls import LayerSignature
 from stageprune.families.decoder import Decoder
+from stageprune.families.probe import probe_layers
 from stageprune.overrides import MethodOverride
 
 # Norms behind a branch first: a gate in front of such a norm is undone by it, yet still 0 at 0 and 1 at 1.
@@ -39,7 +40,6 @@ _FFN = (
     "ffn",
     "block_sparse_moe",
 )
-_LENGTH = 5
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW_PRECISION_TOLERANCE = 0.05
 
@@ -91,21 +91,9 @@ def find_branches(decoder: Decoder) -> tuple[Branches, ...]:
         UnsupportedModelError: names the first layer where no pair of modules is the two branches, and why.
     """
     found: dict[int, Branches] = {}
-    active = [
-        MethodOverride(layer, "forward", _Finder(decoder, index, found)) for index, layer in enumerate(decoder.layers)
-    ]
-    try:
-        embedding: Any = decoder.model.get_input_embeddings()  # type: ignore[operator]
-        device = execution_device(embedding) or embedding.weight.device
-        tokens = torch.arange(1, _LENGTH + 1, device=device)[None] % decoder.config.vocab_size
-        decoder.body(input_ids=tokens, use_cache=False)
-    finally:
-        for override in active:
-            override.remove()
-    missing = [index for index in range(len(decoder.layers)) if index not in found]
-    if missing:
-        raise UnsupportedModelError(f"layer {missing[0]} was not run by {type(decoder.body).__name__}")
-    return tuple(found[index] for index in range(len(decoder.layers)))
+    count = len(decoder.layers)
+    probe_layers(decoder, {index: _Finder(decoder, index, found) for index in range(count)}, found)
+    return tuple(found[index] for index in range(count))
 
 
 class _Finder:

@@ -103,11 +103,17 @@ class FFN:
         if self.gate is None:
             up = self.up(inputs)
             return self.act(up), up
+        gated, up = self.gated_and_up(inputs)
+        return gated * up, up
+
+    def gated_and_up(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The activated gate (there must be one), and the output of the up projection, `[..., intermediate_size]`."""
+        assert self.gate is not None
         if self.gate.linear is self.up.linear:
             gate, up = self.gate.linear(inputs).chunk(2, dim=-1)
         else:
             gate, up = self.gate(inputs), self.up(inputs)
-        return self.act(gate) * up, up
+        return self.act(gate), up
 
     @property
     def plain(self) -> bool:

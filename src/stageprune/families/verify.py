@@ -17,12 +17,12 @@ from torch import nn
 
 from stageprune.errors import UnsupportedModelError
 from stageprune.families.caches import PrefixedCache, RecordingCache
-from stageprune.families.calls import LayerCall, LayerSignature, execution_device
+from stageprune.families.calls import LayerCall, LayerSignature
 from stageprune.families.decoder import Decoder, refuse_recurrent, refuse_shared_kv
 from stageprune.families.kv import KVProjection, candidates
-from stageprune.overrides import MethodOverride
+from stageprune.families.probe import LENGTH, probe_layers
 
-_LENGTH, _PREFILL = 5, 3
+_PREFILL = 3
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW_PRECISION_TOLERANCE = 0.03
 
@@ -73,21 +73,7 @@ def verify_layers(decoder: Decoder, indices: Iterable[int]) -> dict[int, Verifie
     indices = list(indices)
     check_structure(decoder, indices)
     verified: dict[int, VerifiedLayer] = {}
-    active = [
-        MethodOverride(decoder.layers[index], "forward", _Verifier(decoder, index, verified)) for index in indices
-    ]
-    try:
-        embedding: Any = decoder.model.get_input_embeddings()  # type: ignore[operator]
-        device = execution_device(embedding) or embedding.weight.device
-        vocabulary = decoder.config.vocab_size
-        tokens = torch.arange(1, _LENGTH + 1, device=device)[None] % vocabulary
-        decoder.body(input_ids=tokens, use_cache=False)
-    finally:
-        for override in active:
-            override.remove()
-    missing = [index for index in indices if index not in verified]
-    if missing:
-        raise UnsupportedModelError(f"layer {missing[0]} was not run by {type(decoder.body).__name__}")
+    probe_layers(decoder, {index: _Verifier(decoder, index, verified) for index in indices}, verified)
     return verified
 
 
@@ -104,7 +90,7 @@ class _Verifier:
     def __call__(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
         call = self._signature.bind(args, kwargs)
         cache = RecordingCache()
-        output = forward(**call.decode_rows(call.hidden_states, cache, 0, _LENGTH))
+        output = forward(**call.decode_rows(call.hidden_states, cache, 0, LENGTH))
         if cache.keys is None or cache.values is None:
             raise UnsupportedModelError(f"{self._name} hands no keys and values to its cache")
         project = self._matching(call, cache)
@@ -114,7 +100,7 @@ class _Verifier:
         return output
 
     def _matching(self, call: LayerCall, cache: RecordingCache) -> KVProjection:
-        positions = call.positions(slice(0, _LENGTH), _LENGTH)
+        positions = call.positions(slice(0, LENGTH), LENGTH)
         differences = []
         for project in candidates(self._layer):
             try:
@@ -136,7 +122,7 @@ class _Verifier:
         assert cache.values is not None
         prefix = PrefixedCache(None, cache.keys[..., :_PREFILL, :], cache.values[..., :_PREFILL, :])
         rows = call.hidden_states[:, _PREFILL:]
-        part = forward(**call.decode_rows(rows, prefix, _PREFILL, _LENGTH))
+        part = forward(**call.decode_rows(rows, prefix, _PREFILL, LENGTH))
         part, whole = (out[0] if isinstance(out, tuple) else out for out in (part, output))
         difference = _difference("outputs", part, whole[:, _PREFILL:])
         if difference:

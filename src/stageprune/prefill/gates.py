@@ -22,7 +22,7 @@ from torch import nn
 from stageprune.errors import AlreadyPrunedError, SettingError, UnsupportedModelError
 from stageprune.families.branches import find_branches, gate_branch, gate_dtype
 from stageprune.families.decoder import find_decoder
-from stageprune.overrides import MethodOverride, override_owner
+from stageprune.overrides import MethodOverride, overridden
 
 
 class VirtualGates(AbstractContextManager["VirtualGates"]):
@@ -48,7 +48,7 @@ class VirtualGates(AbstractContextManager["VirtualGates"]):
 
     def __init__(self, model: nn.Module) -> None:
         decoder = find_decoder(model)
-        if any(override_owner(module, "forward") is not None for module in (model, *decoder.layers)):
+        if overridden((model, *decoder.layers), "forward"):
             raise AlreadyPrunedError(
                 f"this {type(model).__name__} is pruned; gates are for the original: call remove() on its handle first"
             )

@@ -169,6 +169,9 @@ class Importance:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready data: what `save` writes, with a summary for each layer."""
+        return sealed(KIND, VERSION, self._content())
+
+    def _content(self) -> dict[str, Any]:
         layers = [
             {"layer": index, **{stage: self._summary(stage, index) for stage in ("prefill", "decode")}}
             for index in range(self.num_hidden_layers)
@@ -178,8 +181,7 @@ class Importance:
             for place, layer in enumerate(self.drift_layers)
         ]
         samples = [sample.to_dict() for sample in self.samples]
-        content = {"model": self.model, "settings": self.settings, "layers": layers, "drift": drift, "samples": samples}
-        return sealed(KIND, VERSION, content)
+        return {"model": self.model, "settings": self.settings, "layers": layers, "drift": drift, "samples": samples}
 
     def _summary(self, stage: Any, index: int) -> dict[str, Any]:
         score, gradient = self.scores(stage)[index], self.gradients(stage)[index]
@@ -196,10 +198,7 @@ class Importance:
         Raises:
             OutputFileError: if that fails.
         """
-        content = self.to_dict()
-        for name in ("kind", "version", "checksum"):
-            del content[name]
-        write_record(Path(path), KIND, VERSION, content)
+        write_record(Path(path), KIND, VERSION, self._content())
 
     @classmethod
     def load(cls, path: str | Path) -> Importance:

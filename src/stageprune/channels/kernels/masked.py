@@ -32,14 +32,14 @@ class MaskedBackend:
         hidden, keep = self._hidden(inputs, partition)
         return self._layer.ffn.down(hidden.masked_fill(~keep, 0))
 
-    def active(self, inputs: torch.Tensor, partition: Partition) -> torch.Tensor:
-        """The mask of each row's active channels, `[groups, rows or 1, h]`."""
-        return self._hidden(inputs, partition)[1]
+    def scores_and_active(self, inputs: torch.Tensor, partition: Partition) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row, for all channels: Eq. 3, whatever the selection goes by, and the mask of the active ones.
 
-    def scores(self, inputs: torch.Tensor, partition: Partition) -> torch.Tensor:
-        """Eq. 3 for all channels of each row, `[groups, rows, h]`, whatever the selection goes by."""
-        hidden = self._layer.ffn.hidden(inputs)
-        return channel_scores(hidden, self._layer.column_norms, groups=len(partition.order))
+        Returns:
+            `[groups, rows, h]` and `[groups, rows or 1, h]`.
+        """
+        hidden, keep = self._hidden(inputs, partition)
+        return channel_scores(hidden, self._layer.column_norms, groups=len(partition.order)), keep
 
     def _hidden(self, inputs: torch.Tensor, partition: Partition) -> tuple[torch.Tensor, torch.Tensor]:
         """The input of the down projection for all channels, and the mask of the active ones."""
@@ -49,9 +49,8 @@ class MaskedBackend:
         if selection in ("partition", "full"):
             hidden = ffn.hidden(inputs)
             return hidden, _keep(hidden, norms, partition, *choices(selection, partition))
-        assert ffn.gate is not None
-        gated = ffn.act(ffn.gate(inputs))
-        hidden = gated * ffn.up(inputs)
+        gated, up = ffn.gated_and_up(inputs)
+        hidden = gated * up
         up_sizes = self._layer.up_norms if partition.up_sizes is None else partition.up_sizes[:, None]
         assert up_sizes is not None
         sizes = partition.sizes
