@@ -119,6 +119,7 @@ class PrunedFFN:
         self.preparation_s = 0.0
         self.preparation_bytes = 0
         self._observer: Observer | None = None
+        self._key = ("channels", index)
         # Not as a decorator: that would import the compiler with this module. Statistics are Python state.
         self._staged = torch.compiler.disable(self._staged)  # type: ignore[method-assign, no-untyped-call]
 
@@ -165,9 +166,13 @@ class PrunedFFN:
         return self._staged(forward, stage, inputs)
 
     def _staged(self, forward: Any, stage: Stage, inputs: torch.Tensor) -> torch.Tensor:
-        memory: Memory = stage.memory.setdefault(("channels", self.index), Memory())
+        memory = stage.memory.get(self._key)
+        if memory is None:
+            memory = stage.memory[self._key] = Memory()
         # Skipped layers are called with the pass's decode rows only.
         prefill = max(0, inputs.shape[1] - (stage.length - stage.prefill))
+        if not prefill and self._method.refresh is None:
+            return self._decode(forward, memory, inputs)
         outputs = []
         if stage.prefill:
             memory.first = stage.past + stage.prefill

@@ -55,11 +55,15 @@ class IndexedBackend:
     name: ClassVar[str] = "indexed"
 
     def __init__(self, layer: Layer) -> None:
+        ffn = layer.ffn
         self._layer = layer
         self._masked = MaskedBackend(layer)
-        self._act = activation_name(layer.ffn.act)
-        self._decode = engine(layer.ffn.up.weight.device)
-        self._down = layer.ffn.down.weight.detach().t().contiguous()
+        self._act = activation_name(ffn.act)
+        self._decode = engine(ffn.up.weight.device)
+        self._down = ffn.down.weight.detach().t().contiguous()
+        # Looked up once: for a small model, looking them up in their modules takes as long as reading some of them.
+        gate = (None, None) if ffn.gate is None else (ffn.gate.weight, ffn.gate.bias)
+        self._weights = gate[0], ffn.up.weight, self._down, gate[1], ffn.up.bias, ffn.down.bias
 
     @property
     def weight_bytes(self) -> int:
@@ -98,27 +102,22 @@ class IndexedBackend:
         batch, rows, _ = inputs.shape
         if batch * rows > _MOST_ROWS:
             return self._masked.run(inputs, partition, None)
-        if len(bound) == batch:  # each sequence has its own partition (or there is only one)
+        if len(bound) == batch == 1:
+            return self._call(inputs[0], bound[0], False)[None]
+        if len(bound) == batch:  # each sequence has its own partition
             return torch.stack([self._call(one, lists, False) for one, lists in zip(inputs, bound, strict=True)])
         # The batch shares partition and choice, step by step.
         return torch.stack([self._call(inputs[:, row], bound[0], True) for row in range(rows)], dim=1)
 
     def _call(self, inputs: torch.Tensor, lists: Lists, shared: bool) -> torch.Tensor:
         """One call of the kernels, for rows `[rows, hidden_size]`, which share a choice or make each its own."""
-        layer, ffn = self._layer, self._layer.ffn
-        gate = ffn.gate
         outputs, _ = self._decode(
             inputs.contiguous(),
-            None if gate is None else gate.weight,
-            ffn.up.weight,
-            self._down,
-            None if gate is None else gate.bias,
-            ffn.up.bias,
-            ffn.down.bias,
+            *self._weights,
             lists.channels,
             lists.choices,
             lists.count,
-            layer.column_norms,
+            self._layer.column_norms,
             lists.up_sizes,
             self._act,
             shared,
