@@ -13,9 +13,8 @@ from stageprune.cli import options, parse
 from stageprune.cli.common import (
     UsageProblem,
     check_outputs,
-    console,
     load_model,
-    one_line,
+    note,
     output,
     progress,
     set_threads,
@@ -100,7 +99,7 @@ def analyze(
     prompts = load_prompts(loaded.tokenizer, data, samples, prompt_tokens, seed)
     count = len(prompts.tokens)
     if count < samples:
-        _note(f"{prompts.source} has {count} usable prompts, fewer than --samples {samples}")
+        note(f"{prompts.source} has {count} usable prompts, fewer than --samples {samples}")
     what: dict[str, dict[str, Any]] = {
         "model": {
             "name": shown_name(model),
@@ -129,7 +128,7 @@ def analyze(
     checkpoint = None if output_file is None else Checkpoint(output_file, *PARTIAL, what, read)
     done = (checkpoint and checkpoint.load()) or ()
     if done:
-        _note(f"going on after {len(done)} of {count} samples")
+        note(f"going on after {len(done)} of {count} samples")
     with progress("analyzing", count - len(done)) as step:
         shown = len(done)
 
@@ -182,10 +181,6 @@ def _check_fits(config: Any, prompt_tokens: int, response_tokens: int) -> None:
             f"--prompt-tokens {prompt_tokens} and --response-tokens {response_tokens} are together more than the "
             f"model's context of {longest}"
         )
-
-
-def _note(text: str) -> None:
-    console.print(one_line(text), style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(result: Importance) -> None:
