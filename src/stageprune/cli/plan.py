@@ -144,7 +144,7 @@ def plan(
         means = [estimate.mean for estimate in scores.scores("prefill")]
     if search == "auto":
         search = "subsets" if total <= FEW_LAYERS else "rules"
-    candidates = subset_candidates(total) if search == "subsets" else rule_candidates(total, means)
+    candidates = (subset_candidates if search == "subsets" else rule_candidates)(total, means)
     if data is None:
         source, held_out = "built-in held-out text", held_out_prompts(loaded.tokenizer, count, prompt_tokens)
     else:
@@ -153,9 +153,7 @@ def plan(
         if len(held_out) < count:
             note(f"{source} has {len(held_out)} usable prompts, fewer than --prompts {count}")
         if scores is not None and scores.settings.get("data") == source:
-            note(
-                f"the importance scores were computed on {source}, too: measured on the same prompts, quality flatters"
-            )
+            note(f"the importance scores are from {source}, too: quality looks better on prompts that were used before")
     what: dict[str, dict[str, Any]] = {
         "model": {
             "name": shown_name(model),
@@ -214,8 +212,7 @@ def _show(result: Plan) -> None:
     settings, best = result.settings, result.best
     output.print(
         f"{result.model['name']}: {result.model['architecture']}, {result.model['dtype']}; {len(result.points)} "
-        f"candidates on {settings['count']} prompts of {settings['data']}, {settings['answer_tokens']} answer tokens "
-        f"each",
+        f"candidates; prompts: {settings['count']} of {settings['data']}; answers of {settings['answer_tokens']} tokens",
         markup=False,
         soft_wrap=True,
     )

@@ -19,22 +19,6 @@ FEW_LAYERS = 7
 """Up to so many layers, all their subsets are no more work than the rules take on an ordinary model."""
 
 
-def subset_candidates(num_hidden_layers: int) -> dict[tuple[int, ...], tuple[str, ...]]:
-    """Every set of layers that can be skipped, with the rules that lead to it: none.
-
-    Raises:
-        SettingError: if they are too many to be measured.
-    """
-    if 2 ** (num_hidden_layers - 1) > MOST_SUBSETS:
-        raise SettingError(
-            f"{num_hidden_layers} layers have more subsets than the {MOST_SUBSETS} that can be measured; search among "
-            "the rules instead"
-        )
-    last = num_hidden_layers - 1
-    sets = (others for count in range(num_hidden_layers) for others in combinations(range(last), count))
-    return {(*others, last): () for others in sets}
-
-
 def rule_candidates(
     num_hidden_layers: int, scores: Sequence[float] | None = None
 ) -> dict[tuple[int, ...], tuple[str, ...]]:
@@ -60,3 +44,21 @@ def rule_candidates(
             if rule not in found.get(layers, ()):
                 found[layers] = (*found.get(layers, ()), rule)
     return found
+
+
+def subset_candidates(
+    num_hidden_layers: int, scores: Sequence[float] | None = None
+) -> dict[tuple[int, ...], tuple[str, ...]]:
+    """Every set of layers that can be skipped; arguments and result are those of `rule_candidates`.
+
+    Raises:
+        SettingError: if they are too many to be measured, or there is another number of scores.
+    """
+    if 2 ** (num_hidden_layers - 1) > MOST_SUBSETS:
+        raise SettingError(
+            f"{num_hidden_layers} layers have more subsets than the {MOST_SUBSETS} that can be measured; search among "
+            "the rules instead"
+        )
+    last, rules = num_hidden_layers - 1, rule_candidates(num_hidden_layers, scores)
+    sets = ((*others, last) for count in range(last + 1) for others in combinations(range(last), count))
+    return {layers: rules.get(layers, ()) for layers in sets}
