@@ -241,6 +241,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("compare", "a", "--settings", "s.json", "--layers", "first"), 2, "--settings"),
         (("bench", "--settings", "s.json", "--channel-ratio", "0.2"), 2, "--settings"),
         (("bench", "--settings", "s.json", "--ratios", "0,0.2"), 2, "--settings"),
+        (("bench", "--what", "ffn", "--settings", "s.json"), 2, "--what ffn"),
         (("generate", "a", "--layers", "importance"), 2, "needs --importance"),
         (("generate", "a", "--importance", "i.json"), 2, "--layers importance only"),
         (("generate", "a", "--free", "--layers", "last"), 2, "--layers importance only"),

@@ -118,6 +118,8 @@ def bench(
         channel_ratio[0] if channel_ratio else None, partition_fraction, selection, channel_preset, channel_backend
     )
     layer_options = options.LayerOptions(layers, importance, contiguous)
+    if what == "ffn" and (settings is not None or layer_options.given):
+        raise UsageProblem("--what ffn measures single FFNs without a model: no option about layers or files can apply")
     if settings is None:
         grid = channel_options.grid_of(ratios, layer_options, channel_ratio, channels)
     else:

@@ -163,7 +163,7 @@ def plan(
         },
         "settings": {
             "search": search,
-            "candidates": digest([list(layers) for layers in candidates]),
+            "candidates": digest(list(candidates.items())),
             "data": source,
             "prompts": digest(held_out),
             "count": len(held_out),
@@ -210,9 +210,10 @@ def plan(
 
 def _show(result: Plan) -> None:
     settings, best = result.settings, result.best
+    measured = f"prompts: {settings['count']} of {settings['data']}; answers of {settings['answer_tokens']} tokens"
     output.print(
-        f"{result.model['name']}: {result.model['architecture']}, {result.model['dtype']}; {len(result.points)} "
-        f"candidates; prompts: {settings['count']} of {settings['data']}; answers of {settings['answer_tokens']} tokens",
+        f"{result.model['name']}: {result.model['architecture']}, {result.model['dtype']}\n"
+        f"{len(result.points)} candidates measured; {measured}",
         markup=False,
         soft_wrap=True,
     )
