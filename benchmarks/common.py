@@ -5,16 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import stdev
-from typing import Any
 
-from stageprune.evaluate.text import prompt_of
+from stageprune.evaluate.text import held_out_prompts
 
-QUESTION = "Summarise the text above in a few sentences."
-
-
-def held_out_prompts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
-    """Prompts of held-out prose, every second one with a question."""
-    return [prompt_of(tokenizer, length, QUESTION if index % 2 else None, start=index * 401) for index in range(count)]
+__all__ = ["held_out_prompts", "standard_error"]
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -18,6 +18,7 @@ from stageprune.methods import OnlineChannelPruning, PrefillOnlyPruning
 from stageprune.prefill.importance import Importance
 from stageprune.pruning import Handle, handle_of, prune
 from stageprune.report import Report
+from stageprune.settings_file import load_settings, save_settings
 
 if TYPE_CHECKING:
     from stageprune.models import LoadedModel, load
@@ -43,7 +44,9 @@ __all__ = [
     "UnsupportedModelError",
     "handle_of",
     "load",
+    "load_settings",
     "prune",
+    "save_settings",
 ]
 
 

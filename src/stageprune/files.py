@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def write_file(path: Path, content: str | bytes) -> None:
     """
     temporary = None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:40]}.", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_prefix(path), delete=False) as file:
             temporary = file.name
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
@@ -52,6 +53,18 @@ def write_file(path: Path, content: str | bytes) -> None:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
         raise OutputFileError(f"cannot write {str(path)!r}: {error.strerror}") from error
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the temporary files of earlier processes that were killed while they wrote `path`."""
+    pattern = re.compile(rf"{re.escape(_prefix(path))}[a-z0-9_]{{8}}")
+    for file in path.parent.iterdir():
+        if pattern.fullmatch(file.name):
+            file.unlink(missing_ok=True)
+
+
+def _prefix(path: Path) -> str:
+    return f".{path.name[:40]}."
 
 
 def _umask() -> int:

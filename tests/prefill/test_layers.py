@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import stageprune as sp
+from reference.layer_choice import least_important
 from stageprune.prefill.layers import skipped_layers
 
 
@@ -45,3 +48,38 @@ def test_every_rule_skips_the_same_number(count: int) -> None:
 def test_a_layer_beyond_the_model_is_an_error() -> None:
     with pytest.raises(sp.SettingError, match=r"layer 12 does not exist.* 0 to 11"):
         skipped_layers(sp.PrefillOnlyPruning(layers=[3, 12]), 12)
+
+
+def by_importance(scores: list[float], ratio: float, contiguous: bool) -> tuple[int, ...]:
+    method = sp.PrefillOnlyPruning(ratio, "importance", importance=scores, contiguous=contiguous)
+    return skipped_layers(method, len(scores))
+
+
+@given(
+    scores=st.one_of(
+        st.lists(st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.7]), min_size=1, max_size=9),  # many ties, sums that round
+        st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=9),
+    ),
+    count=st.integers(0, 8),
+    contiguous=st.booleans(),
+)
+def test_the_least_important_layers_of_all_choices(scores, count, contiguous) -> None:
+    count = min(count, len(scores) - 1)
+    assert by_importance(scores, count / len(scores), contiguous) == least_important(scores, count, contiguous)
+
+
+def test_importance_by_hand() -> None:
+    scores = [9.0, 1.0, 1.0, 5.0, 0.5, 4.0, 0.0]
+    assert by_importance(scores, 2 / 7, True) == (1, 2), "2.0 together"
+    assert by_importance(scores, 2 / 7, False) == (4, 6)
+    assert by_importance(scores, 3 / 7, True) == (4, 5, 6)
+    assert by_importance(scores, 3 / 7, False) == (2, 4, 6), "of two equal ones the deeper"
+    assert by_importance([1.0] * 6, 1 / 2, True) == by_importance([1.0] * 6, 1 / 2, False) == (3, 4, 5)
+    assert by_importance([0.1, 0.2, 0.3, 0.3, 0.2, 0.1], 1 / 2, True) == (3, 4, 5), "equal whatever the order of adding"
+    assert by_importance(scores, 0, True) == ()
+
+
+def test_scores_of_another_number_of_layers() -> None:
+    method = sp.PrefillOnlyPruning(layers="importance", importance=[1.0, 0.0])
+    with pytest.raises(sp.SettingError, match="scores of 2 layers, but the model has 12"):
+        skipped_layers(method, 12)

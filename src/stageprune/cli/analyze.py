@@ -13,9 +13,8 @@ from stageprune.cli import options, parse
 from stageprune.cli.common import (
     UsageProblem,
     check_outputs,
-    console,
     load_model,
-    one_line,
+    note,
     output,
     progress,
     set_threads,
@@ -25,6 +24,9 @@ from stageprune.methods import PrefillOnlyPruning
 
 if TYPE_CHECKING:
     from stageprune.prefill.importance import Estimate, Importance
+
+PARTIAL = ("stageprune-importance-partial", 1)
+"""Kind and version of the file that an interrupted run goes on from."""
 
 MOST_SIGMAS, ENOUGH = 5.0, 30
 """A mean gradient of so many samples that is so many standard errors from 0 is no chance: the responses are not the
@@ -84,11 +86,11 @@ def analyze(
 
     from stageprune.evaluate.analysis import analyze as run
     from stageprune.evaluate.checkpoint import Checkpoint
-    from stageprune.evaluate.fingerprint import fingerprint
+    from stageprune.evaluate.fingerprint import fingerprint, identity
     from stageprune.evaluate.samples import load_prompts
     from stageprune.evaluate.system import system_info
     from stageprune.families.decoder import find_decoder
-    from stageprune.prefill.importance import Importance
+    from stageprune.prefill.importance import Importance, SampleScore
     from stageprune.prefill.layers import skipped_layers
     from stageprune.records import digest
 
@@ -97,12 +99,11 @@ def analyze(
     prompts = load_prompts(loaded.tokenizer, data, samples, prompt_tokens, seed)
     count = len(prompts.tokens)
     if count < samples:
-        _note(f"{prompts.source} has {count} usable prompts, fewer than --samples {samples}")
-    identity: dict[str, dict[str, Any]] = {
+        note(f"{prompts.source} has {count} usable prompts, fewer than --samples {samples}")
+    what: dict[str, dict[str, Any]] = {
         "model": {
             "name": shown_name(model),
-            "architecture": type(loaded.model).__name__,
-            "num_hidden_layers": len(decoder.layers),
+            **identity(loaded.model),
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
             "fingerprint": fingerprint(loaded.model),
         },
@@ -120,17 +121,21 @@ def analyze(
             "versions": {name: system_info()[name] for name in ("stageprune", "torch", "transformers")},
         },
     }
-    checkpoint = None if output_file is None else Checkpoint(output_file, identity)
-    done = () if checkpoint is None else checkpoint.load()
+
+    def read(state: dict[str, Any]) -> tuple[SampleScore, ...]:
+        return tuple(map(SampleScore.from_dict, state["samples"]))
+
+    checkpoint = None if output_file is None else Checkpoint(output_file, *PARTIAL, what, read)
+    done = (checkpoint and checkpoint.load()) or ()
     if done:
-        _note(f"going on after {len(done)} of {count} samples")
+        note(f"going on after {len(done)} of {count} samples")
     with progress("analyzing", count - len(done)) as step:
         shown = len(done)
 
         def on_batch(scores: tuple[Any, ...]) -> None:
             nonlocal shown
             if checkpoint is not None:
-                checkpoint.save(scores)
+                checkpoint.save({"samples": [score.to_dict() for score in scores]})
             for _ in range(len(scores) - shown):
                 step()
             shown = len(scores)
@@ -141,11 +146,11 @@ def analyze(
             response_tokens=response_tokens,
             seed=seed,
             batch=batch,
-            skipped=tuple(identity["settings"]["skipped_layers"]),
+            skipped=tuple(what["settings"]["skipped_layers"]),
             done=done,
             on_batch=on_batch,
         )
-    result = Importance(identity["model"], identity["settings"], scores)
+    result = Importance(what["model"], what["settings"], scores)
     if output_file is not None:
         result.save(output_file)
     if plot is not None:
@@ -176,10 +181,6 @@ def _check_fits(config: Any, prompt_tokens: int, response_tokens: int) -> None:
             f"--prompt-tokens {prompt_tokens} and --response-tokens {response_tokens} are together more than the "
             f"model's context of {longest}"
         )
-
-
-def _note(text: str) -> None:
-    console.print(one_line(text), style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(result: Importance) -> None:

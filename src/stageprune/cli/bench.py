@@ -30,6 +30,7 @@ from stageprune.methods import Method, OnlineChannelPruning
 
 if TYPE_CHECKING:
     from stageprune.evaluate.grid import Cell
+    from stageprune.models import LoadedModel
 
 DECODE_TOKENS = 33
 """Generated to measure decoding: the first, and 32 that count."""
@@ -57,7 +58,13 @@ def bench(
             help="Shares of the layers to skip. Default: 1/3, or none with options about channels.",
         ),
     ] = None,
-    layers: Annotated[Literal["last", "first", "interleaved"], typer.Option("--layers", help="Which layers.")] = "last",
+    layers: Annotated[
+        Literal["last", "first", "interleaved", "importance"] | None,
+        typer.Option("--layers", help="Which layers. Default: last.", show_default=False),
+    ] = None,
+    importance: options.Importance = None,
+    contiguous: options.Contiguous = None,
+    settings: options.Settings = None,
     channel_ratio: channel_options.ChannelRatios = None,
     partition_fraction: channel_options.PartitionFraction = None,
     selection: channel_options.SelectionRule = None,
@@ -110,12 +117,20 @@ def bench(
     channels = channel_options.channels_of(
         channel_ratio[0] if channel_ratio else None, partition_fraction, selection, channel_preset, channel_backend
     )
+    layer_options = options.LayerOptions(layers, importance, contiguous)
+    if what == "ffn" and (settings is not None or layer_options.given):
+        raise UsageProblem("--what ffn measures single FFNs without a model: no option about layers or files can apply")
+    if settings is None:
+        grid = channel_options.grid_of(ratios, layer_options, channel_ratio, channels)
+    else:
+        grid = [channel_options.methods_or_file(settings, ratios and ratios[0], layer_options, channels)]
     set_threads(threads)
     if what == "ffn":
         data, tables = _measure_ffns(shapes, channels, channel_ratio, batch, dtype, device, repeats, seconds)
     else:
-        settings = channel_options.grid_of(ratios, layers, channel_ratio, channels)
-        data, tables = _measure_model(model, lengths, settings, batch, what, repeats, seconds, dtype, device)
+        loaded = load_model(model, dtype, device)
+        channel_options.check_model(loaded.model, settings, layer_options)
+        data, tables = _measure_model(loaded, shown_name(model), lengths, grid, batch, what, repeats, seconds)
     if csv_file is not None:
         write_file(csv_file, _csv(data["cells"]))
     if json_path is not None:
@@ -131,18 +146,15 @@ def bench(
 
 
 def _measure_model(
-    model: str,
+    loaded: LoadedModel,
+    name: str,
     lengths: Sequence[int],
     settings: Sequence[Sequence[Method]],
     batches: Sequence[int],
     what: str,
     repeats: int,
     seconds: float,
-    dtype: str,
-    device: str | None,
 ) -> tuple[dict[str, Any], list[Table | str]]:
-    loaded = load_model(model, dtype, device)
-
     from stageprune.evaluate.grid import Grid, run_grid
     from stageprune.evaluate.system import system_info
 
@@ -153,7 +165,7 @@ def _measure_model(
     with progress("measuring", 2 * repeats * grid.cells) as step:
         cells = list(run_grid(loaded.model, loaded.tokenizer, grid, step))
     data = {
-        "model": shown_name(model),
+        "model": name,
         "architecture": type(loaded.model).__name__,
         "parameters": loaded.model.num_parameters(),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),

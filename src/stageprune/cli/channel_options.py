@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from torch import nn
 
 from stageprune.cli import parse
 from stageprune.cli.common import UsageProblem
-from stageprune.cli.options import method_of
+from stageprune.cli.options import LayerOptions
 from stageprune.methods import Method, OnlineChannelPruning
 from stageprune.methods.online_channels import PRESETS, BackendName, Selection
+from stageprune.settings_file import SettingsFile
 
 ChannelRatio = Annotated[
     float | None,
@@ -96,31 +99,57 @@ def channels_of(
     return replace(settings, **given)  # type: ignore[arg-type]
 
 
-def methods_of(
-    ratio: float | None, layers: parse.LayerChoice | None, channels: OnlineChannelPruning | None
-) -> tuple[Method, ...]:
+def methods_of(ratio: float | None, layers: LayerOptions, channels: OnlineChannelPruning | None) -> tuple[Method, ...]:
     """Both methods, or the one that options speak of; without any option, prefill-only pruning.
 
     Raises:
         UsageProblem: if options contradict each other.
+        ResultFileError: if the file of importance scores cannot be read.
     """
     if channels is None:
-        return (method_of(ratio, layers),)
-    if ratio is None and layers is None:
+        return (layers.method(ratio),)
+    if ratio is None and not layers.given:
         return (channels,)
-    return (method_of(ratio, layers), channels)
+    return (layers.method(ratio), channels)
+
+
+def methods_or_file(
+    settings: Path | None, ratio: float | None, layers: LayerOptions, channels: OnlineChannelPruning | None
+) -> tuple[Method, ...]:
+    """What `--settings` says, else `methods_of`.
+
+    Raises:
+        UsageProblem: if options contradict each other.
+        ResultFileError: if a file cannot be read.
+    """
+    if settings is None:
+        return methods_of(ratio, layers, channels)
+    if ratio is not None or layers.given or channels is not None:
+        raise UsageProblem("--settings says how to prune, so no other option about layers or channels can apply")
+    return SettingsFile.load(settings).methods
+
+
+def check_model(model: nn.Module, settings: Path | None, layers: LayerOptions) -> None:
+    """Refuse files that were made for another model.
+
+    Raises:
+        ResultFileError: names the file and what differs.
+    """
+    layers.check(model)
+    if settings is not None:
+        SettingsFile.load(settings, model)
 
 
 def grid_of(
     ratios: Sequence[float] | None,
-    layers: parse.LayerChoice,
+    layers: LayerOptions,
     channel_ratios: Sequence[float] | None,
     channels: OnlineChannelPruning | None,
 ) -> list[tuple[Method, ...]]:
     """`methods_of` for every combination of several ratios."""
     if channels is None:
-        return [(method_of(ratio, layers),) for ratio in ratios or (1 / 3,)]
+        return [(layers.method(ratio),) for ratio in ratios or (1 / 3,)]
     variants = [replace(channels, ratio=ratio) for ratio in channel_ratios] if channel_ratios else [channels]
     if ratios is None:
         return [(variant,) for variant in variants]
-    return [(method_of(ratio, layers), variant) for ratio in ratios for variant in variants]
+    return [(layers.method(ratio), variant) for ratio in ratios for variant in variants]

@@ -101,6 +101,11 @@ def load_model(name: str, dtype: str, device: str | None) -> LoadedModel:
         return load(name, dtype=dtype, device=device, status=say)
 
 
+def note(text: str) -> None:
+    """A line beside the result."""
+    console.print(one_line(text), style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
 def shown_name(model: str) -> str:
     """A model as results name it: without the folders that it lies in, which are the user's own business."""
     path = Path(model).expanduser()

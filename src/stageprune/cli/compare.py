@@ -13,6 +13,7 @@ from rich.text import Text
 
 from stageprune.cli import channel_options, options, parse, prompts, show
 from stageprune.cli.common import UsageProblem, console, load_model, output, progress, set_threads, shown_name
+from stageprune.methods import OnlineChannelPruning
 
 if TYPE_CHECKING:
     from stageprune.evaluate.comparison import Comparison
@@ -36,6 +37,9 @@ def compare(
     max_new_tokens: options.MaxNewTokens = "48",
     ratio: options.Ratio = None,
     layers: options.Layers = None,
+    importance: options.Importance = None,
+    contiguous: options.Contiguous = None,
+    settings: options.Settings = None,
     channel_ratio: channel_options.ChannelRatio = None,
     partition_fraction: channel_options.PartitionFraction = None,
     selection: channel_options.SelectionRule = None,
@@ -62,7 +66,9 @@ def compare(
     channels = channel_options.channels_of(
         channel_ratio, partition_fraction, selection, channel_preset, channel_backend
     )
-    methods = channel_options.methods_of(ratio, layers, channels)
+    layer_options = options.LayerOptions(layers, importance, contiguous)
+    methods = channel_options.methods_or_file(settings, ratio, layer_options, channels)
+    channels = next((method for method in methods if isinstance(method, OnlineChannelPruning)), None)
     if plot is not None:
         if channels is None:
             raise UsageProblem("--plot draws how channels are chosen; give --channel-ratio, too")
@@ -72,6 +78,7 @@ def compare(
     text = prompts.read_prompt(prompt, file)
     set_threads(threads)
     loaded = load_model(model, dtype, device)
+    channel_options.check_model(loaded.model, settings, layer_options)
 
     import torch
 

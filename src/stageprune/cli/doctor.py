@@ -22,6 +22,8 @@ def doctor(
     ] = None,
     ratio: options.Ratio = None,
     layers: options.Layers = None,
+    importance: options.Importance = None,
+    contiguous: options.Contiguous = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Load the model and check its layers as prune() does. demo always is.")
     ] = False,
@@ -31,7 +33,7 @@ def doctor(
 
     Without --verify only the configuration is read. Exit code 1 if the model cannot be pruned.
     """
-    method = options.method_of(ratio, layers)
+    method = options.LayerOptions(layers, importance, contiguous).method(ratio)
     with console.status("looking around"):
         quiet()
         from stageprune.evaluate.system import system_info

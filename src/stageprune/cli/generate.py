@@ -20,6 +20,9 @@ def generate(
     max_new_tokens: options.MaxNewTokens = "256",
     ratio: options.Ratio = None,
     layers: options.Layers = None,
+    importance: options.Importance = None,
+    contiguous: options.Contiguous = None,
+    settings: options.Settings = None,
     channel_ratio: channel_options.ChannelRatio = None,
     partition_fraction: channel_options.PartitionFraction = None,
     selection: channel_options.SelectionRule = None,
@@ -43,14 +46,15 @@ def generate(
 ) -> None:
     """Answer a prompt; the answer appears as it is generated.
 
-    The prompt skips the last third of the layers, unless --ratio, --layers or --dense say otherwise. With options about
-    channels and none about layers, only channels are pruned.
+    The prompt skips the last third of the layers, unless --ratio, --layers, --settings or --dense say otherwise. With
+    options about channels and none about layers, only channels are pruned.
     """
     channels = channel_options.channels_of(
         channel_ratio, partition_fraction, selection, channel_preset, channel_backend
     )
-    methods = channel_options.methods_of(ratio, layers, channels)
-    if dense and (ratio is not None or layers is not None or channels is not None):
+    layer_options = options.LayerOptions(layers, importance, contiguous)
+    methods = channel_options.methods_or_file(settings, ratio, layer_options, channels)
+    if dense and (ratio is not None or layer_options.given or channels is not None or settings is not None):
         raise UsageProblem("--dense does not prune, so no option about layers or channels can apply")
     if not temperature and (top_p != 1 or seed is not None):
         raise UsageProblem(
@@ -59,6 +63,7 @@ def generate(
     text = prompts.read_prompt(prompt, file) or prompts.piped_prompt()
     set_threads(threads)
     loaded = load_model(model, dtype, device)
+    channel_options.check_model(loaded.model, settings, layer_options)
     tokens = prompts.tokens_of(loaded.tokenizer, text, chat)
     prompts.check_fits(loaded.model, len(tokens), max_new_tokens)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from torch import nn
 
 from stageprune.cli import parse
 from stageprune.cli.common import UsageProblem
 from stageprune.methods import PrefillOnlyPruning
+from stageprune.prefill.importance import Importance as ImportanceScores
 
 MODEL_HELP = "A hub id, a folder, a .gguf file, or demo: the built-in SmolLM2-135M-Instruct."
 
@@ -49,7 +52,33 @@ Layers = Annotated[
         parser=parse.layers,
         metavar="L",
         show_default=False,
-        help="Which layers: last (the default), first, interleaved, or indices such as 20-29 or 3,5,20-29.",
+        help="Which layers: last (the default), first, interleaved, importance, or indices such as 20-29 or 3,5,20-29.",
+    ),
+]
+Importance = Annotated[
+    Path | None,
+    typer.Option(
+        "--importance",
+        metavar="FILE",
+        show_default=False,
+        help="For --layers importance: the scores, which stageprune analyze wrote.",
+    ),
+]
+Contiguous = Annotated[
+    bool | None,
+    typer.Option(
+        "--contiguous/--free",
+        show_default=False,
+        help="For --layers importance: neighbouring layers (the default), or the least important ones anywhere.",
+    ),
+]
+Settings = Annotated[
+    Path | None,
+    typer.Option(
+        "--settings",
+        metavar="FILE",
+        show_default=False,
+        help="Prune as this file says, such as a stageprune.json that stageprune plan wrote.",
     ),
 ]
 Dtype = Annotated[
@@ -66,15 +95,57 @@ Threads = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on the output.")]
 
 
-def method_of(ratio: float | None, layers: parse.LayerChoice | None) -> PrefillOnlyPruning:
-    """The settings that `--ratio` and `--layers` say.
+@dataclass(frozen=True)
+class LayerOptions:
+    """What the options about layers say; None for what was not given.
 
-    Raises:
-        UsageProblem: if both say how many layers are skipped.
+    Attributes:
+        layers: `--layers`.
+        importance: `--importance`.
+        contiguous: `--contiguous` or `--free`.
     """
-    if isinstance(layers, tuple) and ratio is not None:
-        raise UsageProblem(f"--layers {shown(layers)} says which layers are skipped, so --ratio {ratio:g} cannot apply")
-    return PrefillOnlyPruning(1 / 3 if ratio is None else ratio, "last" if layers is None else layers)
+
+    layers: parse.LayerChoice | None = None
+    importance: Path | None = None
+    contiguous: bool | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether there was any."""
+        return self != LayerOptions()
+
+    def method(self, ratio: float | None) -> PrefillOnlyPruning:
+        """The settings that these options and `--ratio` say.
+
+        Raises:
+            UsageProblem: if options contradict each other.
+            ResultFileError: if the file of importance scores cannot be read.
+        """
+        share = 1 / 3 if ratio is None else ratio
+        if self.layers == "importance":
+            if self.importance is None:
+                raise UsageProblem("--layers importance needs --importance FILE, which stageprune analyze writes")
+            contiguous = self.contiguous is not False
+            return PrefillOnlyPruning(share, "importance", importance=self.importance, contiguous=contiguous)
+        if self.importance is not None or self.contiguous is not None:
+            option = "--contiguous and --free are" if self.importance is None else "--importance is"
+            raise UsageProblem(f"{option} for --layers importance only")
+        if isinstance(self.layers, tuple) and ratio is not None:
+            raise UsageProblem(
+                f"--layers {shown(self.layers)} says which layers are skipped, so --ratio {ratio:g} cannot apply"
+            )
+        return PrefillOnlyPruning(share, "last" if self.layers is None else self.layers)
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse importance scores of another model.
+
+        Raises:
+            ResultFileError: names the file and what differs.
+        """
+        if self.importance is not None:
+            from stageprune.evaluate.fingerprint import check_identity
+
+            check_identity(ImportanceScores.load(self.importance).model, model, self.importance)
 
 
 def shown(indices: tuple[int, ...]) -> str:

@@ -141,6 +141,14 @@ def dtype(text: str) -> str:
     return DTYPES[text]
 
 
+def nats(text: str) -> float:
+    """A divergence, from 0 up."""
+    value = _number(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise typer.BadParameter(f"{text!r} is no divergence of at least 0 nats")
+    return value
+
+
 def temperature(text: str) -> float:
     """A number from 0 (greedy) up."""
     value = _number(text)

@@ -64,13 +64,13 @@ def tokens_of(tokenizer: Any, text: str, chat: bool | None) -> list[int]:
     return list(tokens)
 
 
-def check_fits(model: Any, length: int, new_tokens: int) -> None:
+def check_fits(model: Any, length: int, new_tokens: int, option: str = "--max-new-tokens") -> None:
     """Raises PromptError if a prompt of `length` tokens and its answer are longer than the model's context."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and length + new_tokens > longest:
         raise PromptError(
             f"the prompt has {length} tokens and the answer up to {new_tokens}, together more than the model's "
-            f"context of {longest}; shorten the prompt or lower --max-new-tokens"
+            f"context of {longest}; shorten the prompt or lower {option}"
         )
 
 

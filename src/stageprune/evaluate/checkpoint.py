@@ -1,58 +1,72 @@
-"""What a long analysis has done so far, beside its result, so that it can go on after an interruption."""
+"""What a long measurement has done so far, beside its result, so that it can go on after an interruption."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from stageprune.errors import ResultFileError
-from stageprune.prefill.importance import SampleScore
+from stageprune.files import remove_leftovers
 from stageprune.records import digest, read_record, write_record
 
-KIND, VERSION = "stageprune-importance-partial", 1
+State = TypeVar("State")
 
 
-class Checkpoint:
+class Checkpoint(Generic[State]):
     """The file `OUTPUT.partial`.
 
     Args:
         output: where the result will be.
-        identity: model and settings, as groups of JSON-ready values; scores of another identity are refused.
+        kind: of the file, such as `"stageprune-importance-partial"`.
+        version: of what `save` is given.
+        identity: model and settings, as groups of JSON-ready values; a file of another identity is refused.
+        read: from what `save` was given to the state; raises KeyError, TypeError or ValueError where that is wrong.
     """
 
-    def __init__(self, output: Path, identity: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        output: Path,
+        kind: str,
+        version: int,
+        identity: dict[str, dict[str, Any]],
+        read: Callable[[dict[str, Any]], State],
+    ) -> None:
         self.path = output.with_name(f"{output.name}.partial")
+        self._output = output
+        self._kind, self._version = kind, version
         self._identity = identity
+        self._read = read
 
-    def load(self) -> tuple[SampleScore, ...]:
-        """The scores so far; none if there is no file.
+    def load(self) -> State | None:
+        """The state so far; None if there is no file. What a killed process left half-written is removed.
 
         Raises:
             ResultFileError: if the file is damaged, or of another model or other settings; says which.
         """
+        for path in (self.path, self._output):
+            remove_leftovers(path)
         if not self.path.exists():
-            return ()
+            return None
         remedy = f"delete {str(self.path)!r} to begin anew, or name another --output"
         try:
-            data = read_record(self.path, KIND, VERSION)
+            data = read_record(self.path, self._kind, self._version)
             if data["identity"] != digest(self._identity):
                 raise ResultFileError(
                     f"{str(self.path)!r} was begun with other settings ({self._differences(data)}); {remedy}"
                 )
-            return tuple(SampleScore.from_dict(sample) for sample in data["samples"])
+            return self._read(data)
         except (KeyError, TypeError, ValueError) as error:
-            raise ResultFileError(f"{str(self.path)!r} is no complete {KIND} file: {error}; {remedy}") from error
+            raise ResultFileError(f"{str(self.path)!r} is no complete {self._kind} file: {error}; {remedy}") from error
 
-    def save(self, scores: Sequence[SampleScore]) -> None:
-        """Replace the file by one with these scores, in one step.
+    def save(self, state: dict[str, Any]) -> None:
+        """Replace the file by one with this JSON-ready state, in one step.
 
         Raises:
             OutputFileError: if that fails.
         """
-        samples = [score.to_dict() for score in scores]
         write_record(
-            self.path, KIND, VERSION, {"identity": digest(self._identity), **self._identity, "samples": samples}
+            self.path, self._kind, self._version, {"identity": digest(self._identity), **self._identity, **state}
         )
 
     def remove(self) -> None:

@@ -1,12 +1,17 @@
-"""Which model this is: a checksum of its configuration and of a part of each weight."""
+"""Which model this is: checksums of its configuration and of a part of each weight."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from stageprune.errors import ResultFileError
+from stageprune.families.decoder import find_decoder
 
 _PER_TENSOR = 64
 _UNRELATED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -27,4 +32,50 @@ def fingerprint(model: Any) -> str:
             flat = parameter.detach().reshape(-1)
             step = max(1, flat.numel() // _PER_TENSOR)
             checksum.update(flat[::step].to("cpu", torch.float64).numpy().tobytes())
+    return checksum.hexdigest()
+
+
+def identity(model: Any) -> dict[str, Any]:
+    """Which model an artefact is for, as JSON-ready data: the same in every dtype and version of transformers.
+
+    Raises:
+        UnsupportedModelError: if this is no decoder-only causal language model.
+    """
+    return {
+        "architecture": type(model).__name__,
+        "num_hidden_layers": len(find_decoder(model).layers),
+        "weights": _weights(model),
+    }
+
+
+def check_identity(found: Mapping[str, Any], model: Any, path: Path) -> None:
+    """Refuse an artefact of another model.
+
+    Args:
+        found: what the artefact says: at least the keys of `identity`.
+        model: the model that it shall be used with.
+        path: of the artefact.
+
+    Raises:
+        ResultFileError: names the file and what differs.
+    """
+    ours = identity(model)
+    differing = [name for name in ours if found.get(name) != ours[name]]
+    if differing:
+        shown = "; ".join(
+            "the weights differ" if name == "weights" else f"{name}: {found.get(name)!r} there, {ours[name]!r} here"
+            for name in differing
+        )
+        raise ResultFileError(f"{str(path)!r} is of another model ({shown})")
+
+
+def _weights(model: Any) -> str:
+    """A checksum of 64 elements of each parameter; rounded, so that a model is the same in bfloat16 and in float32."""
+    checksum = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        checksum.update(f"{name} {tuple(parameter.shape)}".encode())
+        if parameter.device.type != "meta":
+            flat = parameter.detach().reshape(-1)
+            step = max(1, flat.numel() // _PER_TENSOR)
+            checksum.update(flat[::step].to("cpu", torch.bfloat16).float().numpy().tobytes())
     return checksum.hexdigest()

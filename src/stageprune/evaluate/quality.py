@@ -54,7 +54,6 @@ class Quality:
         return asdict(self)
 
 
-@torch.no_grad()
 def dense_cases(
     model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, on_case: Callable[[], object] = lambda: None
 ) -> list[Case]:
@@ -68,19 +67,33 @@ def dense_cases(
     """
     cases = []
     for prompt in prompts:
-        ids = torch.tensor([list(prompt)], device=model.device)
-        sequence = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-        )
-        answer = sequence[:, ids.shape[1] :]
-        logits = model(input_ids=sequence[:, :-1], logits_to_keep=new_tokens, use_cache=False).logits
-        cases.append(Case(ids, answer, logits[0].float().log_softmax(-1)))
+        cases.append(case_of(model, prompt, dense_answer(model, prompt, new_tokens)))
         on_case()
     return cases
+
+
+@torch.no_grad()
+def dense_answer(model: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
+    """What an unpruned model answers greedily: `new_tokens` token ids."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    sequence = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+    )
+    answer: list[int] = sequence[0, ids.shape[1] :].tolist()
+    return answer
+
+
+@torch.no_grad()
+def case_of(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> Case:
+    """What an unpruned model predicts on the way through an answer."""
+    sequence = torch.tensor([[*prompt, *answer]], device=model.device)
+    logits = model(input_ids=sequence[:, :-1], logits_to_keep=len(answer), use_cache=False).logits
+    ids, rest = sequence[:, : len(prompt)], sequence[:, len(prompt) :]
+    return Case(ids, rest, logits[0].float().log_softmax(-1))
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from zlib import crc32
 from stageprune.errors import PromptError
 
 _SHARES, _HELD_OUT = 4, 3  # topics are dealt into four shares by name; this one is held out
+_QUESTION, _STRIDE = "Summarise the text above in a few sentences.", 401
 _PLACEHOLDER = "@@stageprune-content@@"
 
 
@@ -67,6 +68,17 @@ def prompt_of(
             f"{len(head) + len(tail)}"
         )
     return [*head, *_tokens(tokenizer, held_out_text(topic), start, room), *tail]
+
+
+def held_out_prompts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
+    """Prompts of held-out prose to measure quality on, each of `length` tokens; every second one asks a question.
+
+    Raises:
+        PromptError: if `length` is too short for the template and the question.
+    """
+    return [
+        prompt_of(tokenizer, length, _QUESTION if index % 2 else None, start=index * _STRIDE) for index in range(count)
+    ]
 
 
 @cache

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from stageprune.errors import SettingError
 from stageprune.methods.base import Method, flag, layer_indices, share
+from stageprune.prefill.importance import Importance
 
-LayerRule: TypeAlias = Literal["last", "first", "interleaved"]
+LayerRule: TypeAlias = Literal["last", "first", "interleaved", "importance"]
 
 
 @dataclass(frozen=True)
@@ -21,15 +24,20 @@ class PrefillOnlyPruning(Method):
     Args:
         ratio: share of the decoder layers to skip, 0 <= ratio < 1; the count is `floor(ratio * num_hidden_layers)`,
             which gives the paper's 10 of 32, 12 of 36 and 16 of 48. Not used when `layers` lists indices.
-        layers: which layers: `"last"` (the paper's rule), `"first"` or `"interleaved"` (its ablations, Table 3), or
-            explicit zero-based indices.
+        layers: which layers: `"last"` (the paper's rule), `"first"` or `"interleaved"` (its ablations, Table 3),
+            `"importance"`: those that `importance` says prefill needs least, or explicit zero-based indices.
         kv_projection: `False` writes no keys and values for the skipped layers ("w/o independent KV projections",
             Table 3): an ablation, for single prompts on a dynamic cache.
         boundary: `False` sends the last prompt token through the pruned model as well ("w/o boundary handling",
             Table 3): an ablation.
+        importance: for `layers="importance"`: the prefill importance of each layer, an `Importance`, or the file that
+            `stageprune analyze` wrote. The setting keeps the numbers alone, as a tuple.
+        contiguous: for `layers="importance"`: the run of neighbouring layers with the least total importance (equal
+            ones: the deepest), or `False`: the least important layers wherever they are (equal ones: the deeper).
 
     Raises:
         SettingError: on a wrong type or value.
+        ResultFileError: if the file of importance scores cannot be read.
     """
 
     kind: ClassVar[str] = "prefill-only-pruning"
@@ -38,12 +46,23 @@ class PrefillOnlyPruning(Method):
     layers: LayerRule | Sequence[int] = "last"
     kv_projection: bool = True
     boundary: bool = True
+    importance: Importance | Sequence[float] | str | Path | None = None
+    contiguous: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", share("ratio", self.ratio))
         object.__setattr__(self, "layers", _layer_choice(self.layers))
-        for name in ("kv_projection", "boundary"):
+        for name in ("kv_projection", "boundary", "contiguous"):
             flag(name, getattr(self, name))
+        if self.importance is not None:
+            object.__setattr__(self, "importance", _prefill_scores(self.importance))
+        if self.layers == "importance" and self.importance is None:
+            raise SettingError(
+                "layers='importance' needs importance=, such as the file that `stageprune analyze` wrote"
+            )
+        if self.layers != "importance" and (self.importance is not None or not self.contiguous):
+            name = "contiguous" if self.importance is None else "importance"
+            raise SettingError(f"{name} is for layers='importance', but layers is {self.layers!r}")
 
 
 def _layer_choice(value: Any) -> LayerRule | tuple[int, ...]:
@@ -57,3 +76,21 @@ def _layer_choice(value: Any) -> LayerRule | tuple[int, ...]:
             f"layers must be one of {get_args(LayerRule)} or a list of layer indices, got {type(value).__name__}"
         )
     return layer_indices("layers", value)
+
+
+def _prefill_scores(value: Any) -> tuple[float, ...]:
+    """The prefill importance of each layer, from wherever it is given."""
+    if isinstance(value, (str, Path)):
+        value = Importance.load(value)
+    if isinstance(value, Importance):
+        return tuple(estimate.mean for estimate in value.scores("prefill"))
+    if isinstance(value, bytes) or not isinstance(value, Sequence):
+        raise SettingError(
+            f"importance must be an Importance, its file, or a list of one number per layer, got {type(value).__name__}"
+        )
+    for score in value:
+        if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
+            raise SettingError(f"importance must list finite numbers, got {type(score).__name__}: {score!r}")
+    if not value:
+        raise SettingError("importance must list one number per layer, got none")
+    return tuple(map(float, value))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from fractions import Fraction
 
 from stageprune.errors import SettingError
 from stageprune.methods import PrefillOnlyPruning
@@ -15,7 +17,8 @@ def skipped_layers(method: PrefillOnlyPruning, num_hidden_layers: int) -> tuple[
     stretches, so that every third layer goes at ratio 1/3.
 
     Raises:
-        SettingError: if an explicit index is not a layer of this model.
+        SettingError: if an explicit index is not a layer of this model, or importance scores are of another number of
+            layers.
     """
     if not isinstance(method.layers, str):
         outside = [index for index in method.layers if index >= num_hidden_layers]
@@ -31,4 +34,27 @@ def skipped_layers(method: PrefillOnlyPruning, num_hidden_layers: int) -> tuple[
         return tuple(range(count))
     if method.layers == "interleaved":
         return tuple((step + 1) * num_hidden_layers // count - 1 for step in range(count))
+    if method.layers == "importance":
+        assert isinstance(method.importance, tuple)
+        if len(method.importance) != num_hidden_layers:
+            raise SettingError(
+                f"importance has scores of {len(method.importance)} layers, but the model has {num_hidden_layers}"
+            )
+        return least_important(method.importance, count, method.contiguous)
     return tuple(range(num_hidden_layers - count, num_hidden_layers))
+
+
+def least_important(scores: Sequence[float], count: int, contiguous: bool) -> tuple[int, ...]:
+    """The `count` layers that matter least, ascending; among equals the deepest.
+
+    Args:
+        scores: the importance of each layer; finite.
+        count: at most as many as there are scores.
+        contiguous: whether they must be neighbours: the run with the least total importance.
+    """
+    if not contiguous:
+        return tuple(sorted(sorted(range(len(scores)), key=lambda layer: (scores[layer], -layer))[:count]))
+    exact = [Fraction(score) for score in scores]  # sums of floats depend on their order: equal runs would differ
+    starts = range(len(scores) - count, -1, -1)
+    start = min(starts, key=lambda start: sum(exact[start : start + count], Fraction()))
+    return tuple(range(start, start + count))
