@@ -8,6 +8,7 @@ A test checks that the committed documents are what this script writes. The resu
         --json docs/results/channels-ffn.json
     stageprune bench --what decode --channel-ratio 0.22475,0.4495 --lengths 128,1024 --threads 2 --seconds 30
         --json docs/results/channels-decode.json
+    python benchmarks/decode_split.py
 """
 
 from __future__ import annotations
@@ -91,6 +92,26 @@ def decode_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def split_table(data: dict[str, Any]) -> str:
+    """How much of a decode step the FFNs are, and what that leaves to win."""
+    lines = [
+        f"SmolLM2-135M-Instruct ({data['dtype']}), batch 1, {data['system']['threads']} threads; medians of alternating",
+        "answers. *At most*: the speed-up if the FFNs took no time at all. Reproduce with",
+        "`python benchmarks/decode_split.py`.",
+        "",
+        "| prompt | FFN bytes | dense step | of it FFNs | pruned step | of it FFNs | FFNs' speed-up | at most |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in data["cells"]:
+        dense, ffn = cell["dense_step_s"], cell["dense_ffn_s"]
+        lines.append(
+            f"| {cell['prompt_length']:,} tokens | {cell['ffn_bytes']:.0%} | {dense * 1e3:.1f} ms | {ffn * 1e3:.1f} ms "
+            f"| {cell['pruned_step_s'] * 1e3:.1f} ms | {cell['pruned_ffn_s'] * 1e3:.1f} ms "
+            f"| {ffn / cell['pruned_ffn_s']:.2f}x | {dense / (dense - ffn):.2f}x |"
+        )
+    return "\n".join(lines)
+
+
 def _with_middle_half(speedup: dict[str, float]) -> str:
     """Two cells: a speed-up, and where its middle half lies."""
     return f"{speedup['median']:.2f}x | {speedup['lower']:.2f}-{speedup['upper']:.2f}"
@@ -119,6 +140,7 @@ def documents() -> dict[Path, str]:
     )
     text = with_section(text, "ffn-speed", ffn_table(json.loads((results / "channels-ffn.json").read_text())))
     text = with_section(text, "decode-speed", decode_table(json.loads((results / "channels-decode.json").read_text())))
+    text = with_section(text, "decode-split", split_table(json.loads((results / "decode-split.json").read_text())))
     return {
         page: text,
         readme: with_section(readme.read_text(), "speed", speed),

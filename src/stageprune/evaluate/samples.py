@@ -7,23 +7,34 @@ A file or data set has one sample a row, in one of these fields:
     prompt          an instruction, put into the model's chat template if it has one
     text            bare text, of which the beginning is the prompt
 
-A text file, like the built-in text, is one document that is cut into distinct prompts.
+A text file, like the built-in text, is one document that is cut into distinct prompts. Models are used for chats more
+than for bare prose, and a fit to one is not a fit to the other: where asked for, every second prompt cut from the
+built-in text asks something about it.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from stageprune.errors import DataError
 from stageprune.evaluate.rows import Rows, is_file, open_data
-from stageprune.evaluate.text import calibration_text, special_prefix
+from stageprune.evaluate.text import calibration_text, question_frame, special_prefix
 
 LEAST = 2
 """Tokens of a prompt: with one, nothing is prefill."""
 
+_QUESTIONS = (
+    "What is the main point of this?",
+    "Explain this to a beginner.",
+    "Give an example of this.",
+    "Rewrite this more clearly.",
+    "List the key facts.",
+    "Translate this into French.",
+    "What follows from this?",
+)
 _PIECE = 16  # tokens that a prompt cut from a document has at least, if the document is short
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 
@@ -45,7 +56,9 @@ class Prompts:
     wanted: int
 
 
-def load_prompts(tokenizer: Any, data: str | None, count: int, max_tokens: int, seed: int) -> Prompts:
+def load_prompts(
+    tokenizer: Any, data: str | None, count: int, max_tokens: int, seed: int, questions: bool = False
+) -> Prompts:
     """Draw calibration prompts.
 
     Args:
@@ -54,6 +67,8 @@ def load_prompts(tokenizer: Any, data: str | None, count: int, max_tokens: int, 
         count: how many prompts.
         max_tokens: the length of a prompt at most; longer texts end early, longer chats with a shorter last message.
         seed: determines which rows are drawn, and their order.
+        questions: whether every second prompt cut from the built-in text asks something about it, in the model's chat
+            template if it has one.
 
     Raises:
         DataError: if the data cannot be read, or no row can be used.
@@ -62,7 +77,8 @@ def load_prompts(tokenizer: Any, data: str | None, count: int, max_tokens: int, 
         raise DataError(f"a prompt needs at least {LEAST} tokens, so that one is prefill; got {max_tokens}")
     order = random.Random(seed)
     if data is None:
-        return _cut(tokenizer, "built-in text", calibration_text(), count, max_tokens, order)
+        prompts = _cut(tokenizer, "built-in text", calibration_text(), count, max_tokens, order)
+        return _asked(tokenizer, prompts, max_tokens) if questions else prompts
     opened = open_data(data)
     if isinstance(opened, str):
         return _cut(tokenizer, _source(data), opened, count, max_tokens, order)
@@ -173,3 +189,14 @@ def _cut(tokenizer: Any, source: str, text: str, count: int, most: int, order: r
     size = max(min(room, len(tokens) // count), min(room, len(tokens), _PIECE))
     pieces = [(*prefix, *tokens[start : start + size]) for start in range(0, len(tokens) - size + 1, size)]
     return Prompts(source, tuple(order.sample(pieces, min(count, len(pieces)))), count)
+
+
+def _asked(tokenizer: Any, prompts: Prompts, most: int) -> Prompts:
+    """The same prompts, every second one with a question behind it; it loses its end where there is no room."""
+    prefix = len(special_prefix(tokenizer))
+    asked: list[tuple[int, ...]] = []
+    for index, tokens in enumerate(prompts.tokens):
+        head, tail = question_frame(tokenizer, _QUESTIONS[index // 2 % len(_QUESTIONS)])
+        room = most - len(head) - len(tail)
+        asked.append((*head, *tokens[prefix:][:room], *tail) if index % 2 and room > 0 else tokens)
+    return replace(prompts, source=f"{prompts.source}, every second prompt with a question", tokens=tuple(asked))

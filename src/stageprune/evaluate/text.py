@@ -60,7 +60,7 @@ def prompt_of(
     """
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise PromptError(f"the length of a prompt is a positive number of tokens, got {length!r}")
-    head, tail = (special_prefix(tokenizer), []) if question is None else _frame(tokenizer, question)
+    head, tail = (special_prefix(tokenizer), []) if question is None else question_frame(tokenizer, question)
     room = length - len(head) - len(tail)
     if room < 0 or (question is not None and room == 0):
         raise PromptError(
@@ -107,18 +107,14 @@ def _prose(text: str) -> Iterator[str]:
             yield paragraph
 
 
-def special_prefix(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts in front of a bare text, such as the beginning-of-sequence token."""
-    plain = tokenizer("a", add_special_tokens=False).input_ids
-    special: list[int] = tokenizer("a").input_ids
-    for index in range(len(special) - len(plain) + 1):
-        if special[index : index + len(plain)] == plain:
-            return special[:index]
-    return []
+def question_frame(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
+    """The tokens before and after the prose when a question is asked about it: of the chat template and the question.
 
+    Without a chat template the question stands below the prose.
 
-def _frame(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
-    """The tokens before and after the prose: of the chat template and the question."""
+    Raises:
+        PromptError: if the template drops or rewrites what the user says.
+    """
     content = f"{_PLACEHOLDER}\n\n{question}"
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": content}]
@@ -131,6 +127,16 @@ def _frame(tokenizer: Any, question: str) -> tuple[list[int], list[int]]:
         raise PromptError("the tokenizer's chat template drops or rewrites the user's message")
     head = tokenizer(before, add_special_tokens=False).input_ids if before else []
     return [*prefix, *head], tokenizer(after, add_special_tokens=False).input_ids
+
+
+def special_prefix(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts in front of a bare text, such as the beginning-of-sequence token."""
+    plain = tokenizer("a", add_special_tokens=False).input_ids
+    special: list[int] = tokenizer("a").input_ids
+    for index in range(len(special) - len(plain) + 1):
+        if special[index : index + len(plain)] == plain:
+            return special[:index]
+    return []
 
 
 def _tokens(tokenizer: Any, text: str, start: int, count: int) -> list[int]:
