@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
@@ -28,6 +29,9 @@ class PrefillOnlyPruning(Method):
         boundary: `False` sends the last prompt token through the pruned model as well ("w/o boundary handling",
             Table 3): an ablation.
 
+        projections: the folder of fitted K/V projections that `stageprune calibrate` wrote for these layers; None for
+            the layers' own (the paper).
+
     Raises:
         SettingError: on a wrong type or value.
     """
@@ -38,12 +42,19 @@ class PrefillOnlyPruning(Method):
     layers: LayerRule | Sequence[int] = "last"
     kv_projection: bool = True
     boundary: bool = True
+    projections: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", share("ratio", self.ratio))
         object.__setattr__(self, "layers", _layer_choice(self.layers))
         for name in ("kv_projection", "boundary"):
             flag(name, getattr(self, name))
+        if self.projections is not None:
+            if not isinstance(self.projections, (str, os.PathLike)):
+                raise SettingError(f"projections must name a folder, got {type(self.projections).__name__}")
+            object.__setattr__(self, "projections", os.fspath(self.projections))
+            if not self.kv_projection:
+                raise SettingError("projections cannot apply with kv_projection=False, which projects nothing")
 
 
 def _layer_choice(value: Any) -> LayerRule | tuple[int, ...]:
