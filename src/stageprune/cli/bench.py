@@ -57,7 +57,11 @@ def bench(
             help="Shares of the layers to skip. Default: 1/3, or none with options about channels.",
         ),
     ] = None,
-    layers: Annotated[Literal["last", "first", "interleaved"], typer.Option("--layers", help="Which layers.")] = "last",
+    layers: Annotated[
+        Literal["last", "first", "interleaved"] | None,
+        typer.Option("--layers", show_default=False, help="Which layers. Default: last."),
+    ] = None,
+    projections: options.Projections = None,
     channel_ratio: channel_options.ChannelRatios = None,
     partition_fraction: channel_options.PartitionFraction = None,
     selection: channel_options.SelectionRule = None,
@@ -114,7 +118,7 @@ def bench(
     if what == "ffn":
         data, tables = _measure_ffns(shapes, channels, channel_ratio, batch, dtype, device, repeats, seconds)
     else:
-        settings = channel_options.grid_of(ratios, layers, channel_ratio, channels)
+        settings = channel_options.grid_of(ratios, layers, projections, channel_ratio, channels)
         data, tables = _measure_model(model, lengths, settings, batch, what, repeats, seconds, dtype, device)
     if csv_file is not None:
         write_file(csv_file, _csv(data["cells"]))
@@ -297,6 +301,8 @@ def _labels(cell: Cell) -> tuple[str, str, str]:
     parts = []
     if cell.ratio is not None:
         parts.append(f"layers {cell.ratio:.3g}")
+    elif cell.skipped_layers:
+        parts.append(f"{cell.skipped_layers} layers, fitted")
     if cell.channels is not None:
         parts.append(f"channels, {cell.ffn_bytes:.0%} of FFN bytes ({', '.join(cell.backends)})")
     return "; ".join(parts), str(cell.batch), f"{cell.prompt_length:,}"

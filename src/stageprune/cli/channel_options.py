@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -97,30 +98,36 @@ def channels_of(
 
 
 def methods_of(
-    ratio: float | None, layers: parse.LayerChoice | None, channels: OnlineChannelPruning | None
+    ratio: float | None,
+    layers: parse.LayerChoice | None,
+    projections: Path | None,
+    channels: OnlineChannelPruning | None,
 ) -> tuple[Method, ...]:
     """Both methods, or the one that options speak of; without any option, prefill-only pruning.
 
     Raises:
         UsageProblem: if options contradict each other.
+        ResultFileError: if the projections cannot be read.
     """
     if channels is None:
-        return (method_of(ratio, layers),)
-    if ratio is None and layers is None:
+        return (method_of(ratio, layers, projections),)
+    if ratio is None and layers is None and projections is None:
         return (channels,)
-    return (method_of(ratio, layers), channels)
+    return (method_of(ratio, layers, projections), channels)
 
 
 def grid_of(
     ratios: Sequence[float] | None,
-    layers: parse.LayerChoice,
+    layers: parse.LayerChoice | None,
+    projections: Path | None,
     channel_ratios: Sequence[float] | None,
     channels: OnlineChannelPruning | None,
 ) -> list[tuple[Method, ...]]:
     """`methods_of` for every combination of several ratios."""
     if channels is None:
-        return [(method_of(ratio, layers),) for ratio in ratios or (1 / 3,)]
+        return [(method_of(ratio, layers, projections),) for ratio in ratios or (None,)]
     variants = [replace(channels, ratio=ratio) for ratio in channel_ratios] if channel_ratios else [channels]
-    if ratios is None:
+    if ratios is None and projections is None:
         return [(variant,) for variant in variants]
-    return [(method_of(ratio, layers), variant) for ratio in ratios for variant in variants]
+    methods = [method_of(ratio, layers, projections) for ratio in ratios or (None,)]
+    return [(method, variant) for method in methods for variant in variants]

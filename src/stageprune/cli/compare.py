@@ -36,6 +36,7 @@ def compare(
     max_new_tokens: options.MaxNewTokens = "48",
     ratio: options.Ratio = None,
     layers: options.Layers = None,
+    projections: options.Projections = None,
     channel_ratio: channel_options.ChannelRatio = None,
     partition_fraction: channel_options.PartitionFraction = None,
     selection: channel_options.SelectionRule = None,
@@ -62,7 +63,7 @@ def compare(
     channels = channel_options.channels_of(
         channel_ratio, partition_fraction, selection, channel_preset, channel_backend
     )
-    methods = channel_options.methods_of(ratio, layers, channels)
+    methods = channel_options.methods_of(ratio, layers, projections, channels)
     if plot is not None:
         if channels is None:
             raise UsageProblem("--plot draws how channels are chosen; give --channel-ratio, too")

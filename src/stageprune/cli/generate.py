@@ -20,6 +20,7 @@ def generate(
     max_new_tokens: options.MaxNewTokens = "256",
     ratio: options.Ratio = None,
     layers: options.Layers = None,
+    projections: options.Projections = None,
     channel_ratio: channel_options.ChannelRatio = None,
     partition_fraction: channel_options.PartitionFraction = None,
     selection: channel_options.SelectionRule = None,
@@ -49,8 +50,8 @@ def generate(
     channels = channel_options.channels_of(
         channel_ratio, partition_fraction, selection, channel_preset, channel_backend
     )
-    methods = channel_options.methods_of(ratio, layers, channels)
-    if dense and (ratio is not None or layers is not None or channels is not None):
+    methods = channel_options.methods_of(ratio, layers, projections, channels)
+    if dense and any(option is not None for option in (ratio, layers, projections, channels)):
         raise UsageProblem("--dense does not prune, so no option about layers or channels can apply")
     if not temperature and (top_p != 1 or seed is not None):
         raise UsageProblem(

@@ -52,6 +52,15 @@ Layers = Annotated[
         help="Which layers: last (the default), first, interleaved, or indices such as 20-29 or 3,5,20-29.",
     ),
 ]
+Projections = Annotated[
+    Path | None,
+    typer.Option(
+        "--projections",
+        metavar="FOLDER",
+        show_default=False,
+        help="Skip the layers that `stageprune calibrate` fitted K/V projections for, and use these.",
+    ),
+]
 Dtype = Annotated[
     str,
     typer.Option("--dtype", parser=parse.dtype, metavar="TYPE", help="Of the weights: auto, bf16, fp16, fp32, fp64."),
@@ -66,12 +75,23 @@ Threads = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on the output.")]
 
 
-def method_of(ratio: float | None, layers: parse.LayerChoice | None) -> PrefillOnlyPruning:
-    """The settings that `--ratio` and `--layers` say.
+def method_of(
+    ratio: float | None, layers: parse.LayerChoice | None, projections: Path | None = None
+) -> PrefillOnlyPruning:
+    """The settings that `--ratio`, `--layers` and `--projections` say.
 
     Raises:
-        UsageProblem: if both say how many layers are skipped.
+        UsageProblem: if two of them say which layers are skipped.
+        ResultFileError: if the projections cannot be read.
     """
+    if projections is not None:
+        if ratio is not None or layers is not None:
+            raise UsageProblem(
+                f"--projections {str(projections)!r} says which layers are skipped: --ratio and --layers cannot apply"
+            )
+        from stageprune.prefill.projections import KVProjections
+
+        return PrefillOnlyPruning(layers=KVProjections.load(projections).layers, projections=str(projections))
     if isinstance(layers, tuple) and ratio is not None:
         raise UsageProblem(f"--layers {shown(layers)} says which layers are skipped, so --ratio {ratio:g} cannot apply")
     return PrefillOnlyPruning(1 / 3 if ratio is None else ratio, "last" if layers is None else layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from stageprune.errors import ResultFileError
 from stageprune.prefill.importance import SampleScore
@@ -12,16 +12,19 @@ from stageprune.records import digest, read_record, write_record
 
 KIND, VERSION = "stageprune-importance-partial", 1
 
+Identity: TypeAlias = dict[str, dict[str, Any]]
+"""Model and settings, as groups of JSON-ready values."""
+
 
 class Checkpoint:
     """The file `OUTPUT.partial`.
 
     Args:
         output: where the result will be.
-        identity: model and settings, as groups of JSON-ready values; scores of another identity are refused.
+        identity: model and settings; scores of another identity are refused.
     """
 
-    def __init__(self, output: Path, identity: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, output: Path, identity: Identity) -> None:
         self.path = output.with_name(f"{output.name}.partial")
         self._identity = identity
 
@@ -36,10 +39,7 @@ class Checkpoint:
         remedy = f"delete {str(self.path)!r} to begin anew, or name another --output"
         try:
             data = read_record(self.path, KIND, VERSION)
-            if data["identity"] != digest(self._identity):
-                raise ResultFileError(
-                    f"{str(self.path)!r} was begun with other settings ({self._differences(data)}); {remedy}"
-                )
+            check_same(self._identity, data, f"{str(self.path)!r} was begun with other settings", remedy)
             return tuple(SampleScore.from_dict(sample) for sample in data["samples"])
         except (KeyError, TypeError, ValueError) as error:
             raise ResultFileError(f"{str(self.path)!r} is no complete {KIND} file: {error}; {remedy}") from error
@@ -59,10 +59,24 @@ class Checkpoint:
         """The result is written: nothing to go on with."""
         self.path.unlink(missing_ok=True)
 
-    def _differences(self, data: dict[str, Any]) -> str:
-        found = []
-        for group, ours in self._identity.items():
-            theirs = data.get(group, {})
-            names = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
-            found += [f"{group}.{name}: {theirs.get(name)!r} there, {ours.get(name)!r} now" for name in names]
-        return "; ".join(found)
+
+def check_same(ours: Identity, theirs: dict[str, Any], problem: str, remedy: str) -> None:
+    """Raise unless a file was begun with these settings.
+
+    Args:
+        ours: settings of now.
+        theirs: content of the file, `ours` among it if it goes on with them, and under `"identity"` their digest.
+        problem: with which the message begins.
+        remedy: with which it ends.
+
+    Raises:
+        ResultFileError: says what differs.
+    """
+    if theirs["identity"] == digest(ours):
+        return
+    found = []
+    for group, values in ours.items():
+        others = theirs.get(group, {})
+        names = [name for name in {**values, **others} if others.get(name) != values.get(name)]
+        found += [f"{group}.{name}: {others.get(name)!r} there, {values.get(name)!r} now" for name in names]
+    raise ResultFileError(f"{problem} ({'; '.join(found)}); {remedy}")

@@ -28,9 +28,8 @@ class PrefillOnlyPruning(Method):
             Table 3): an ablation, for single prompts on a dynamic cache.
         boundary: `False` sends the last prompt token through the pruned model as well ("w/o boundary handling",
             Table 3): an ablation.
-
         projections: the folder of fitted K/V projections that `stageprune calibrate` wrote for these layers; None for
-            the layers' own (the paper).
+            the layers' own (the paper). `stageprune.load(FOLDER)` gives the setting with the layers that it is for.
 
     Raises:
         SettingError: on a wrong type or value.
@@ -50,11 +49,16 @@ class PrefillOnlyPruning(Method):
         for name in ("kv_projection", "boundary"):
             flag(name, getattr(self, name))
         if self.projections is not None:
-            if not isinstance(self.projections, (str, os.PathLike)):
-                raise SettingError(f"projections must name a folder, got {type(self.projections).__name__}")
-            object.__setattr__(self, "projections", os.fspath(self.projections))
+            object.__setattr__(self, "projections", _folder(self.projections))
             if not self.kv_projection:
                 raise SettingError("projections cannot apply with kv_projection=False, which projects nothing")
+
+
+def _folder(value: Any) -> str:
+    name = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(name, str) or not name:
+        raise SettingError(f"projections must name a folder, got {type(value).__name__}: {value!r}")
+    return name
 
 
 def _layer_choice(value: Any) -> LayerRule | tuple[int, ...]:

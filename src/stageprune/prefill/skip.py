@@ -24,7 +24,7 @@ from stageprune.families.decoder import Decoder
 from stageprune.families.verify import VerifiedLayer, verify_layers
 from stageprune.methods import PrefillOnlyPruning
 from stageprune.overrides import MethodOverride
-from stageprune.prefill.fitting import FittedProjection
+from stageprune.prefill.fitted import FittedProjection
 from stageprune.prefill.layers import skipped_layers
 from stageprune.prefill.projections import KVProjections
 from stageprune.stages import Stage, StageTracker
@@ -58,7 +58,7 @@ class PrefillPruner:
 
     def _describe(self, decoder: Decoder, tracker: StageTracker) -> list[SkippedLayer]:
         verified = verify_layers(decoder, self.context_free)
-        if self.method.projections is not None and self.skipped:
+        if self.method.projections is not None:
             verified = self._fitted(decoder, verified, self.method.projections)
         layers = []
         for run in _runs(self.context_free):
