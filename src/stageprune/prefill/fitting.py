@@ -85,8 +85,8 @@ class Sums:
             ridge: lambda, in units of the mean square of an input; the constant is not penalised.
         """
         size = len(self.gram) - 1
-        penalty = torch.full((size + 1,), ridge * float(self.gram.diagonal()[:size].mean())).to(self.gram)
-        penalty[size] = 1e-12 * self.weight
+        penalty = torch.zeros_like(self.gram[0])
+        penalty[:size] = ridge * self.gram.diagonal()[:size].mean()
         solution = torch.linalg.solve(self.gram + penalty.diag(), self.cross.T).T
         return solution[:, :size], solution[:, size]
 
