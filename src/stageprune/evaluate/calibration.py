@@ -10,6 +10,7 @@ import torch
 
 from stageprune.errors import NumericsError, SettingError
 from stageprune.families.decoder import find_decoder
+from stageprune.families.probe import input_device
 from stageprune.prefill.fitting import Fitter, Sums
 from stageprune.prefill.projections import Correction, split
 
@@ -38,8 +39,9 @@ class Reading:
     def __init__(self, model: Any, skipped: Sequence[int]) -> None:
         if not skipped:
             raise SettingError("no layer is skipped, so there is no projection to fit; give a larger ratio")
-        self._device = model.device
-        self._fitter = Fitter(find_decoder(model), skipped)
+        decoder = find_decoder(model)
+        self._device = input_device(decoder)
+        self._fitter = Fitter(decoder, skipped)
         self.samples = 0
         self.fit = self._fitter.zeros()
         self.held_out = self._fitter.zeros()
