@@ -90,7 +90,7 @@ def calibrate(
     set_threads(threads)
     loaded = load_model(model, dtype, device)
 
-    from stageprune.evaluate.calibration import Reading, count_held_out, solve
+    from stageprune.evaluate.calibration import Reading, check_rank, count_held_out, solve
     from stageprune.evaluate.fingerprint import fingerprint
     from stageprune.evaluate.samples import load_prompts
     from stageprune.evaluate.sums_file import SumsFile
@@ -105,6 +105,7 @@ def calibrate(
     _check_fits(decoder.config, prompt_tokens)
     skipped = skipped_layers(method, len(decoder.layers))
     reading = Reading(loaded.model, skipped)
+    check_rank(reading, rank)
     prompts = load_prompts(loaded.tokenizer, data, samples, prompt_tokens, seed)
     count = len(prompts.tokens)
     if count < samples:

@@ -140,15 +140,25 @@ def solve(reading: Reading, ridge: float, rank: int | None) -> Iterator[FittedLa
     Raises:
         SettingError: if the corrections have no such rank.
     """
+    check_rank(reading, rank)
     for index, sums in reading.fit.items():
-        keys, most = reading.own[index].keys, min(len(sums.cross), len(sums.gram) - 1)
-        if rank is not None and rank >= most:
-            raise SettingError(f"rank must be less than {most}, that of layer {index}'s full matrix; got {rank}")
+        keys = reading.own[index].keys
         full = Correction.of(*sums.solve(ridge))
         stored = full if rank is None else full.low_rank(rank, sums, keys)
         texts = (("fit", sums), ("held_out", reading.held_out[index]))
         shares = [one for text, over in texts for one in _unexplained(text, over, full, stored, keys)]
         yield FittedLayer(index, stored, tuple(shares))
+
+
+def check_rank(reading: Reading, rank: int | None) -> None:
+    """Find out before a long run that its corrections have no such rank.
+
+    Raises:
+        SettingError: if that is so.
+    """
+    most = min(min(own.weight.shape) for own in reading.own.values())
+    if rank is not None and rank >= most:
+        raise SettingError(f"rank must be less than {most}, that of the full matrices; got {rank}")
 
 
 def _unexplained(text: str, sums: Sums, full: Correction, stored: Correction, keys: int) -> Iterator[Unexplained]:
