@@ -134,6 +134,7 @@ for attempt in range(100):
 """
 
 
+@pytest.mark.slow
 def test_killed_at_random_and_restarted_gives_the_same_bytes(command, tiny: Path, tmp_path: Path) -> None:
     def arguments(name: str) -> list[str]:
         options = [*OPTIONS, "--samples", "30", "--prompt-tokens", "48", "--checkpoint", "1"]
@@ -208,6 +209,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_killed_at_every_step_of_writing(command, tiny: Path, tmp_path: Path) -> None:
     """Each process gets one step further than the one before; an earlier folder is whole or away, never broken."""
     arguments = ["calibrate", str(tiny), *OPTIONS, "--samples", "2", "--checkpoint", "1"]
