@@ -1,7 +1,7 @@
 """Where the time of a decode step goes, dense and pruned: `python benchmarks/decode_split.py`.
 
-The ideal speed-up of a step counts bytes, as if all its time went into reading weights and cache. This measures how much
-of the demo model's step the FFNs take, and so what pruning them can reach at most. Writes
+The ideal speed-up of a step counts bytes, as if all its time went into reading weights and cache. This measures how
+much of the demo model's step the FFNs take, and so what pruning them can reach at most. Writes
 docs/results/decode-split.json; then `python benchmarks/tables.py` puts the table into docs/channels.md.
 """
 

@@ -95,8 +95,8 @@ def decode_table(data: dict[str, Any]) -> str:
 def split_table(data: dict[str, Any]) -> str:
     """How much of a decode step the FFNs are, and what that leaves to win."""
     lines = [
-        f"SmolLM2-135M-Instruct ({data['dtype']}), batch 1, {data['system']['threads']} threads; medians of alternating",
-        "answers. *At most*: the speed-up if the FFNs took no time at all. Reproduce with",
+        f"SmolLM2-135M-Instruct ({data['dtype']}), batch 1, {data['system']['threads']} threads; medians of",
+        "alternating answers. *At most*: the speed-up if the FFNs took no time at all. Reproduce with",
         "`python benchmarks/decode_split.py`.",
         "",
         "| prompt | FFN bytes | dense step | of it FFNs | pruned step | of it FFNs | FFNs' speed-up | at most |",

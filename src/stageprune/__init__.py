@@ -21,7 +21,8 @@ from stageprune.report import Report
 from stageprune.settings_file import load_settings, save_settings
 
 if TYPE_CHECKING:
-    from stageprune.models import LoadedModel, load
+    from stageprune.loading import load
+    from stageprune.models import LoadedModel
 
 __version__ = "0.1.0"
 
@@ -52,8 +53,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load the loaders when they are asked for: they bring in transformers, which takes seconds."""
-    if name in ("LoadedModel", "load"):
-        from stageprune import models
+    if name == "LoadedModel":
+        from stageprune.models import LoadedModel
 
-        return getattr(models, name)
+        return LoadedModel
+    if name == "load":
+        from stageprune.loading import load
+
+        return load
     raise AttributeError(f"module 'stageprune' has no attribute {name!r}")

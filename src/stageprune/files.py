@@ -47,7 +47,7 @@ def write_file(path: Path, content: str | bytes) -> None:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
+        os.chmod(temporary, path.stat().st_mode & 0o777 if path.exists() else default_mode())
         os.replace(temporary, path)
     except OSError as error:
         if temporary is not None and os.path.exists(temporary):
@@ -67,8 +67,8 @@ def _prefix(path: Path) -> str:
     return f".{path.name[:40]}."
 
 
-def _umask() -> int:
-    """The process's mask of permissions; reading it means setting it."""
+def default_mode() -> int:
+    """The permissions of a new file in this process; reading its mask means setting it."""
     mask = os.umask(0o022)
     os.umask(mask)
-    return mask
+    return 0o666 & ~mask

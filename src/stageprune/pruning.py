@@ -34,7 +34,9 @@ def prune(model: nn.Module, *methods: Method) -> Handle:
     Raises:
         AlreadyPrunedError: if the model carries a handle already.
         SettingError: if no method is given, one is given twice, or a setting does not fit the model.
-        UnsupportedModelError: if the model cannot be pruned; the message names the layer and the reason.
+        UnsupportedModelError: if the model cannot be pruned, or fitted projections are of another one; the message
+            names the layer and the reason.
+        ResultFileError: if a folder of fitted projections is missing or damaged.
     """
     _check_methods(methods)
     model = _unwrapped(model)

@@ -32,13 +32,22 @@ def read_record(path: Path, kind: str, version: int) -> dict[str, Any]:
     Raises:
         ResultFileError: if it cannot be read, is damaged, or is of another kind or version.
     """
-    name = repr(str(path))
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         # ValueError: no JSON, no UTF-8, or a name that no file can have.
         reason = error.strerror if isinstance(error, OSError) else f"it is damaged or no JSON ({error})"
-        raise ResultFileError(f"cannot read {name}: {reason}") from error
+        raise ResultFileError(f"cannot read {str(path)!r}: {reason}") from error
+    return check_record(record, path, kind, version)
+
+
+def check_record(record: Any, path: Path, kind: str, version: int) -> dict[str, Any]:
+    """The content of what `sealed` gave and a file held.
+
+    Raises:
+        ResultFileError: if it is damaged, or of another kind or version.
+    """
+    name = repr(str(path))
     if not isinstance(record, dict) or record.get("kind") != kind:
         found = record.get("kind") if isinstance(record, dict) else type(record).__name__
         raise ResultFileError(f"{name} is no {kind} file (its kind is {found!r})")

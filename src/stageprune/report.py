@@ -167,7 +167,7 @@ def make_report(
         dense_step_values=step,
         pruned_step_values=step - sum(part.dense_weights - part.weights for part in parts),
         channels=parts,
-        extra_weight_bytes=channels.weight_bytes if channels else 0,
+        extra_weight_bytes=(channels.weight_bytes if channels else 0) + (prefill.weight_bytes if prefill else 0),
         preparation_s=channels.preparation_s if channels else None,
         preparation_bytes=channels.preparation_bytes if channels else 0,
     )

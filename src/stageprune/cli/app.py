@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stageprune.cli import analyze, bench, compare, doctor, generate, plan
+from stageprune.cli import analyze, bench, calibrate, compare, doctor, generate, plan
 from stageprune.cli.common import UsageProblem, console, one_line
 from stageprune.errors import StagePruneError
 
@@ -28,7 +28,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate.generate, analyze.analyze, plan.plan, compare.compare, bench.bench, doctor.doctor):
+for command in (
+    generate.generate,
+    analyze.analyze,
+    plan.plan,
+    calibrate.calibrate,
+    compare.compare,
+    bench.bench,
+    doctor.doctor,
+):
     app.command()(command)
 
 

@@ -64,6 +64,7 @@ def bench(
     ] = None,
     importance: options.Importance = None,
     contiguous: options.Contiguous = None,
+    projections: options.Projections = None,
     settings: options.Settings = None,
     channel_ratio: channel_options.ChannelRatios = None,
     partition_fraction: channel_options.PartitionFraction = None,
@@ -117,7 +118,7 @@ def bench(
     channels = channel_options.channels_of(
         channel_ratio[0] if channel_ratio else None, partition_fraction, selection, channel_preset, channel_backend
     )
-    layer_options = options.LayerOptions(layers, importance, contiguous)
+    layer_options = options.LayerOptions(layers, importance, contiguous, projections)
     if what == "ffn" and (settings is not None or layer_options.given):
         raise UsageProblem("--what ffn measures single FFNs without a model: no option about layers or files can apply")
     if settings is None:
@@ -309,6 +310,8 @@ def _labels(cell: Cell) -> tuple[str, str, str]:
     parts = []
     if cell.ratio is not None:
         parts.append(f"layers {cell.ratio:.3g}")
+    elif cell.skipped_layers:
+        parts.append(f"{cell.skipped_layers} layers, fitted")
     if cell.channels is not None:
         parts.append(f"channels, {cell.ffn_bytes:.0%} of FFN bytes ({', '.join(cell.backends)})")
     return "; ".join(parts), str(cell.batch), f"{cell.prompt_length:,}"

@@ -104,7 +104,7 @@ def methods_of(ratio: float | None, layers: LayerOptions, channels: OnlineChanne
 
     Raises:
         UsageProblem: if options contradict each other.
-        ResultFileError: if the file of importance scores cannot be read.
+        ResultFileError: if the file of importance scores, or the folder of projections, cannot be read.
     """
     if channels is None:
         return (layers.method(ratio),)
@@ -148,8 +148,9 @@ def grid_of(
 ) -> list[tuple[Method, ...]]:
     """`methods_of` for every combination of several ratios."""
     if channels is None:
-        return [(layers.method(ratio),) for ratio in ratios or (1 / 3,)]
+        return [(layers.method(ratio),) for ratio in ratios or (None,)]
     variants = [replace(channels, ratio=ratio) for ratio in channel_ratios] if channel_ratios else [channels]
-    if ratios is None:
+    if ratios is None and layers.projections is None:
         return [(variant,) for variant in variants]
-    return [(layers.method(ratio), variant) for ratio in ratios for variant in variants]
+    methods = [layers.method(ratio) for ratio in ratios or (None,)]
+    return [(method, variant) for method in methods for variant in variants]

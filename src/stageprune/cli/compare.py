@@ -39,6 +39,7 @@ def compare(
     layers: options.Layers = None,
     importance: options.Importance = None,
     contiguous: options.Contiguous = None,
+    projections: options.Projections = None,
     settings: options.Settings = None,
     channel_ratio: channel_options.ChannelRatio = None,
     partition_fraction: channel_options.PartitionFraction = None,
@@ -66,7 +67,7 @@ def compare(
     channels = channel_options.channels_of(
         channel_ratio, partition_fraction, selection, channel_preset, channel_backend
     )
-    layer_options = options.LayerOptions(layers, importance, contiguous)
+    layer_options = options.LayerOptions(layers, importance, contiguous, projections)
     methods = channel_options.methods_or_file(settings, ratio, layer_options, channels)
     channels = next((method for method in methods if isinstance(method, OnlineChannelPruning)), None)
     if plot is not None:

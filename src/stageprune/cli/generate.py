@@ -22,6 +22,7 @@ def generate(
     layers: options.Layers = None,
     importance: options.Importance = None,
     contiguous: options.Contiguous = None,
+    projections: options.Projections = None,
     settings: options.Settings = None,
     channel_ratio: channel_options.ChannelRatio = None,
     partition_fraction: channel_options.PartitionFraction = None,
@@ -52,7 +53,7 @@ def generate(
     channels = channel_options.channels_of(
         channel_ratio, partition_fraction, selection, channel_preset, channel_backend
     )
-    layer_options = options.LayerOptions(layers, importance, contiguous)
+    layer_options = options.LayerOptions(layers, importance, contiguous, projections)
     methods = channel_options.methods_or_file(settings, ratio, layer_options, channels)
     if dense and (ratio is not None or layer_options.given or channels is not None or settings is not None):
         raise UsageProblem("--dense does not prune, so no option about layers or channels can apply")

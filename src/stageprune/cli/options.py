@@ -81,6 +81,15 @@ Settings = Annotated[
         help="Prune as this file says, such as a stageprune.json that stageprune plan wrote.",
     ),
 ]
+Projections = Annotated[
+    Path | None,
+    typer.Option(
+        "--projections",
+        metavar="FOLDER",
+        show_default=False,
+        help="Skip the layers that `stageprune calibrate` fitted K/V projections for, and use these.",
+    ),
+]
 Dtype = Annotated[
     str,
     typer.Option("--dtype", parser=parse.dtype, metavar="TYPE", help="Of the weights: auto, bf16, fp16, fp32, fp64."),
@@ -103,11 +112,13 @@ class LayerOptions:
         layers: `--layers`.
         importance: `--importance`.
         contiguous: `--contiguous` or `--free`.
+        projections: `--projections`.
     """
 
     layers: parse.LayerChoice | None = None
     importance: Path | None = None
     contiguous: bool | None = None
+    projections: Path | None = None
 
     @property
     def given(self) -> bool:
@@ -119,8 +130,10 @@ class LayerOptions:
 
         Raises:
             UsageProblem: if options contradict each other.
-            ResultFileError: if the file of importance scores cannot be read.
+            ResultFileError: if the file of importance scores, or the folder of projections, cannot be read.
         """
+        if self.projections is not None:
+            return self._fitted(self.projections, ratio)
         share = 1 / 3 if ratio is None else ratio
         if self.layers == "importance":
             if self.importance is None:
@@ -135,6 +148,15 @@ class LayerOptions:
                 f"--layers {shown(self.layers)} says which layers are skipped, so --ratio {ratio:g} cannot apply"
             )
         return PrefillOnlyPruning(share, "last" if self.layers is None else self.layers)
+
+    def _fitted(self, projections: Path, ratio: float | None) -> PrefillOnlyPruning:
+        if ratio is not None or self != LayerOptions(projections=projections):
+            raise UsageProblem(
+                f"--projections {str(projections)!r} says which layers are skipped: --ratio and --layers cannot apply"
+            )
+        from stageprune.prefill.projections import KVProjections
+
+        return PrefillOnlyPruning(layers=KVProjections.load(projections).layers, projections=str(projections))
 
     def check(self, model: nn.Module) -> None:
         """Refuse importance scores of another model.

@@ -149,6 +149,14 @@ def nats(text: str) -> float:
     return value
 
 
+def ridge(text: str) -> float:
+    """A number above 0."""
+    value = _number(text)
+    if not (math.isfinite(value) and value > 0):
+        raise typer.BadParameter(f"{text!r} is not above 0")
+    return value
+
+
 def temperature(text: str) -> float:
     """A number from 0 (greedy) up."""
     value = _number(text)

@@ -80,8 +80,9 @@ class Cell:
 
     @property
     def ratio(self) -> float | None:
-        """Of the layers to skip; None without prefill-only pruning."""
-        return next((method.ratio for method in self.methods if isinstance(method, PrefillOnlyPruning)), None)
+        """Of the layers to skip; None without prefill-only pruning, or when it lists the layers."""
+        found = (method for method in self.methods if isinstance(method, PrefillOnlyPruning))
+        return next((method.ratio for method in found if isinstance(method.layers, str)), None)
 
     @property
     def channels(self) -> OnlineChannelPruning | None:

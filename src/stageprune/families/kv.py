@@ -237,8 +237,9 @@ def _rotate(attention: nn.Module, keys: torch.Tensor, positions: Any) -> torch.T
 
 
 def _linear_rows(linear: nn.Module, inputs: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
-    """Only these output features of a linear layer; a wrapped or quantized one computes all and is sliced."""
-    if type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks:
+    """Only these output features of a linear layer; others (quantized, offloaded) compute all and are sliced."""
+    hooked = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
+    if type(linear) is nn.Linear and not hooked:
         bias = None if linear.bias is None else linear.bias[rows]
         return F.linear(inputs, linear.weight[rows], bias)
     return linear(inputs)[..., rows]  # type: ignore[no-any-return]

@@ -29,9 +29,7 @@ def probe_layers(decoder: Decoder, observers: Mapping[int, Callable[..., Any]], 
     """
     active = [MethodOverride(decoder.layers[index], "forward", observer) for index, observer in observers.items()]
     try:
-        embedding: Any = decoder.model.get_input_embeddings()  # type: ignore[operator]
-        device = execution_device(embedding) or embedding.weight.device
-        tokens = torch.arange(1, LENGTH + 1, device=device)[None] % decoder.config.vocab_size
+        tokens = torch.arange(1, LENGTH + 1, device=input_device(decoder))[None] % decoder.config.vocab_size
         decoder.body(input_ids=tokens, use_cache=False)
     finally:
         for override in active:
@@ -39,3 +37,9 @@ def probe_layers(decoder: Decoder, observers: Mapping[int, Callable[..., Any]], 
     missing = [index for index in observers if index not in found]
     if missing:
         raise UnsupportedModelError(f"layer {missing[0]} was not run by {type(decoder.body).__name__}")
+
+
+def input_device(decoder: Decoder) -> torch.device:
+    """Where the model wants its tokens, also when accelerate keeps its weights elsewhere."""
+    embedding: Any = decoder.model.get_input_embeddings()  # type: ignore[operator]
+    return execution_device(embedding) or embedding.weight.device

@@ -37,6 +37,9 @@ class VerifiedLayer:
         project: its keys and values from the hidden states that enter it.
         signature: the arguments of its forward.
         extra_outputs: how many outputs follow the hidden states (0: it returns a bare tensor).
+        hidden_size: of what enters it.
+        dtype: of its keys and values.
+        device: where it computes them.
     """
 
     index: int
@@ -44,6 +47,9 @@ class VerifiedLayer:
     project: KVProjection
     signature: LayerSignature
     extra_outputs: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 def check_structure(decoder: Decoder, indices: Iterable[int]) -> None:
@@ -96,7 +102,10 @@ class _Verifier:
         project = self._matching(call, cache)
         extra = len(output) - 1 if isinstance(output, tuple) else 0
         self._check_decode_rows(forward, call, cache, output)
-        self._verified[self._index] = VerifiedLayer(self._index, self._layer, project, self._signature, extra)
+        size, keys = call.hidden_states.shape[-1], cache.keys
+        self._verified[self._index] = VerifiedLayer(
+            self._index, self._layer, project, self._signature, extra, size, keys.dtype, keys.device
+        )
         return output
 
     def _matching(self, call: LayerCall, cache: RecordingCache) -> KVProjection:

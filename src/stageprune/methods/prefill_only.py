@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ class PrefillOnlyPruning(Method):
             `stageprune analyze` wrote. The setting keeps the numbers alone, as a tuple.
         contiguous: for `layers="importance"`: the run of neighbouring layers with the least total importance (equal
             ones: the deepest), or `False`: the least important layers wherever they are (equal ones: the deeper).
+        projections: the folder of fitted K/V projections that `stageprune calibrate` wrote for these layers; None for
+            the layers' own (the paper). `stageprune.load(FOLDER)` gives the setting with the layers that it is for.
 
     Raises:
         SettingError: on a wrong type or value.
@@ -48,6 +51,7 @@ class PrefillOnlyPruning(Method):
     boundary: bool = True
     importance: Importance | Sequence[float] | str | Path | None = None
     contiguous: bool = True
+    projections: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", share("ratio", self.ratio))
@@ -63,6 +67,17 @@ class PrefillOnlyPruning(Method):
         if self.layers != "importance" and (self.importance is not None or not self.contiguous):
             name = "contiguous" if self.importance is None else "importance"
             raise SettingError(f"{name} is for layers='importance', but layers is {self.layers!r}")
+        if self.projections is not None:
+            object.__setattr__(self, "projections", _folder(self.projections))
+            if not self.kv_projection:
+                raise SettingError("projections cannot apply with kv_projection=False, which projects nothing")
+
+
+def _folder(value: Any) -> str:
+    name = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(name, str) or not name:
+        raise SettingError(f"projections must name a folder, got {type(value).__name__}: {value!r}")
+    return name
 
 
 def _layer_choice(value: Any) -> LayerRule | tuple[int, ...]:

@@ -56,6 +56,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _what_it_is(folder: Path) -> str:
+    if (folder / "kv_projections.safetensors").exists():
+        return "; it holds fitted K/V projections, which are given beside their model (--projections)"
     if (folder / "adapter_config.json").exists():
         return "; it is a PEFT adapter: merge it into its base model first"
     if ggufs := sorted(folder.glob("*.gguf")):

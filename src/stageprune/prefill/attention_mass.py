@@ -1,6 +1,6 @@
 """How much attention each token's key and value get, head by head, while the full model reads text.
 
-An error in a value counts as much as the attention that the token gets: the output of attention is the sum of the values
+An error in a value counts as much as the attention that the token gets: the output of attention is the sum of values
 weighted by the probabilities A. An error d in a logit changes A by about A (1 - A) d, which is what an error in a key
 counts. Both are summed over all later queries, and over the query heads that share a key/value head.
 """

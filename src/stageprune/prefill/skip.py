@@ -24,7 +24,9 @@ from stageprune.families.decoder import Decoder
 from stageprune.families.verify import VerifiedLayer, verify_layers
 from stageprune.methods import PrefillOnlyPruning
 from stageprune.overrides import MethodOverride
+from stageprune.prefill.fitted import FittedProjection
 from stageprune.prefill.layers import skipped_layers
+from stageprune.prefill.projections import KVProjections
 from stageprune.stages import Stage, StageTracker
 
 
@@ -33,6 +35,7 @@ class PrefillPruner:
 
     Attributes:
         skipped: the layers that the method skips.
+        weight_bytes: memory of fitted projections.
         context_free: layers whose prefill rows stop at their keys and values: the skipped ones, and the last.
 
     Raises:
@@ -48,12 +51,15 @@ class PrefillPruner:
         if not method.kv_projection:
             _check_unprojected(decoder, self.skipped)
         tracker.keeps_prefill_rows = not self.context_free
+        self.weight_bytes = 0
         self._overrides: list[MethodOverride] = []
         for layer in self._describe(decoder, tracker):
             self._overrides.append(MethodOverride(layer.module, "forward", layer, owner=self))
 
     def _describe(self, decoder: Decoder, tracker: StageTracker) -> list[SkippedLayer]:
         verified = verify_layers(decoder, self.context_free)
+        if self.method.projections is not None:
+            verified = self._fitted(decoder, verified, self.method.projections)
         layers = []
         for run in _runs(self.context_free):
             for index in run:
@@ -63,6 +69,19 @@ class PrefillPruner:
                 prunes_boundary = skipped and not self.method.boundary
                 layers.append(kind(verified[index], tracker, run[0], joins, prunes_boundary))
         return layers
+
+    def _fitted(self, decoder: Decoder, verified: dict[int, VerifiedLayer], folder: str) -> dict[int, VerifiedLayer]:
+        projections = KVProjections.load(folder)
+        if projections.layers != self.skipped:
+            raise SettingError(
+                f"the K/V projections in {folder!r} are for layers {list(projections.layers)}, but the setting skips "
+                f"{list(self.skipped)}"
+            )
+        fitted = projections.fitted(decoder, verified)
+        self.weight_bytes = sum(
+            one.project.nbytes for one in fitted.values() if isinstance(one.project, FittedProjection)
+        )
+        return fitted
 
     def detach(self) -> None:
         """Give the layers their own forward back."""
