@@ -9,6 +9,8 @@ A test checks that the committed documents are what this script writes. The resu
     stageprune bench --what decode --channel-ratio 0.22475,0.4495 --lengths 128,1024 --threads 2 --seconds 30
         --json docs/results/channels-decode.json
     python benchmarks/decode_split.py
+    python benchmarks/fitted.py
+    python benchmarks/importance.py importance.json  (of stageprune analyze, see there)
 """
 
 from __future__ import annotations
@@ -127,6 +129,8 @@ def with_section(text: str, name: str, content: str) -> str:
 
 def documents() -> dict[Path, str]:
     """Every generated document and what it shall contain."""
+    import fitted
+    import importance
     from ablation import table
 
     import channels
@@ -141,8 +145,15 @@ def documents() -> dict[Path, str]:
     text = with_section(text, "ffn-speed", ffn_table(json.loads((results / "channels-ffn.json").read_text())))
     text = with_section(text, "decode-speed", decode_table(json.loads((results / "channels-decode.json").read_text())))
     text = with_section(text, "decode-split", split_table(json.loads((results / "decode-split.json").read_text())))
+    fits = json.loads((results / "fitted.json").read_text())
+    calibrate = ROOT / "docs" / "calibrate.md"
+    fitted_text = with_section(calibrate.read_text(), "fitted", fitted.table(fits))
+    layers = ROOT / "docs" / "importance.md"
+    scores = importance.table(json.loads((results / "importance.json").read_text()))
     return {
         page: text,
+        layers: with_section(layers.read_text(), "importance", scores),
+        calibrate: with_section(fitted_text, "fitted-kinds", fitted.kinds_table(fits)),
         readme: with_section(readme.read_text(), "speed", speed),
         ROOT / "docs" / "ablation.md": table(json.loads((results / "ablation.json").read_text())),
     }

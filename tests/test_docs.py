@@ -14,7 +14,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from tables import documents  # noqa: E402
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/ablation.md", "docs/channels.md"])
+@pytest.mark.parametrize(
+    "path", ["README.md", "docs/ablation.md", "docs/calibrate.md", "docs/channels.md", "docs/importance.md"]
+)
 def test_tables_match_the_result_files(path: str) -> None:
     content = {str(document.relative_to(ROOT)): text for document, text in documents().items()}[path]
     assert (ROOT / path).read_text() == content, "run: python benchmarks/tables.py"

@@ -36,7 +36,7 @@ def test_the_numbers_are_the_librarys(command, tiny: Path, tmp_path: Path) -> No
     data = json.loads(result.out)
     loaded = sp.load(str(tiny), dtype="float32")
     reading = Reading(loaded.model, (0, 1))
-    reading.read(load_prompts(loaded.tokenizer, None, 12, 24, 3).tokens)
+    reading.read(load_prompts(loaded.tokenizer, None, 12, 24, 3, questions=True).tokens)
     projections = KVProjections.load(tmp_path / "fit")
     for layer, measured in zip(solve(reading, 0.01, 5), data["measured"], strict=True):
         stored = projections.corrections[layer.layer]
@@ -60,6 +60,20 @@ def test_the_numbers_are_the_librarys(command, tiny: Path, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["fit"]
 
 
+def test_tokens_can_all_count_the_same(command, tiny: Path, tmp_path: Path) -> None:
+    """And by default they do not."""
+    corrections = []
+    for weights in ((), ("--weights", "equal"), ("--weights", "attention")):
+        folder = tmp_path / f"fit{len(corrections)}"
+        result = command("calibrate", tiny, "--samples", "4", *OPTIONS, *weights, "-o", folder)
+        assert result.code == 0, result.err
+        projections = KVProjections.load(folder)
+        assert projections.record["settings"]["weights"] == (weights or ("", "attention"))[1]
+        corrections.append(projections.corrections[1].whole)
+    assert torch.equal(corrections[0], corrections[2])
+    assert not torch.equal(corrections[0], corrections[1])
+
+
 def test_the_table(command, tiny: Path, tmp_path: Path) -> None:
     arguments = ["calibrate", tiny, "--samples", "6", "--rank", "4", *OPTIONS, "-o", tmp_path / "fit"]
     result = command(*arguments)
@@ -71,7 +85,7 @@ def test_the_table(command, tiny: Path, tmp_path: Path) -> None:
             for name in ("own", "full_rank", "fitted"):
                 cell = f"{shares[part, 'held_out'][name]:.1%} ({shares[part, 'fit'][name]:.1%})"
                 assert cell in result.out
-    assert "layers 0-1, fitted on 5 prompts from built-in text, measured on 1 others" in result.out
+    assert "layers 0-1, fitted on 5 prompts from built-in text with questions, measured on 1 others" in result.out
     assert "Extra memory: " in result.out
 
 

@@ -100,6 +100,26 @@ def test_the_built_in_text(tokenizer: Any) -> None:
     assert {len(tokens) for tokens in prompts.tokens} == {256}
 
 
+def test_questions_about_the_built_in_text(tokenizer: Any) -> None:
+    """Every second prompt; it loses its end for them, and is left alone where nothing of it would be left."""
+    bare = load_prompts(tokenizer, None, 30, 90, 0)
+    asked = load_prompts(tokenizer, None, 30, 90, 0, questions=True)
+    assert (bare.source, asked.source) == ("built-in text", "built-in text with questions")
+    assert asked.tokens[::2] == bare.tokens[::2]
+    found = set()
+    for before, after in zip(bare.tokens[1::2], asked.tokens[1::2], strict=True):
+        prose, _, question = tokenizer.decode(after).rpartition("\n\n")
+        head, _, start = prose.partition("<|im_start|>")
+        assert head == "" and len(start) >= 30
+        assert tokenizer.decode(before).startswith(start)
+        assert len(after) == 90
+        assert question.endswith(("?<|im_end|>", ".<|im_end|>"))
+        found.add(question)
+    assert len(found) > 3
+    short = load_prompts(tokenizer, None, 30, 20, 0, questions=True)
+    assert short.tokens == load_prompts(tokenizer, None, 30, 20, 0).tokens
+
+
 def test_parquet(tokenizer: Any, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

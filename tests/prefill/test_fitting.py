@@ -28,26 +28,40 @@ def in_float64():
         yield
 
 
-def weights_of(texts: list[torch.Tensor]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.rand(ids.shape, generator=generator, dtype=torch.float64) + 0.1 for ids in texts]
+def attention_of(model: Any, texts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """For each layer what tokens get from later ones, summed over heads, of all texts one after the other."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        passes = [model(input_ids=ids, output_attentions=True, use_cache=False).attentions for ids in texts]
+    model.set_attn_implementation(before)
+    masses = []
+    for layer in zip(*passes, strict=True):
+        rows = []
+        for probabilities in layer:  # [batch, heads, queries, keys]
+            for sequence in probabilities:
+                length = sequence.shape[-1]
+                rows += [sequence[:, key + 1 :, key].sum() for key in range(length)]
+        masses.append(torch.stack(rows))
+    return masses
 
 
 def read(model: Any, skipped: tuple[int, ...], texts: list[torch.Tensor], weighted: bool = False) -> dict[int, Sums]:
-    fitter = Fitter(find_decoder(model), skipped)
+    fitter = Fitter(find_decoder(model), skipped, weighted)
     sums = fitter.zeros()
-    for ids, weights in zip(texts, weights_of(texts), strict=True):
-        fitter.read(sums, ids, weights if weighted else None)
+    for ids in texts:
+        fitter.read(sums, ids)
     return sums
 
 
 def check(model: Any, skipped: tuple[int, ...], weighted: bool) -> None:
     sums = read(model, skipped, TEXTS, weighted)
     rows = rows_of(model, skipped, TEXTS)
-    weights = torch.cat([part.flatten() for part in weights_of(TEXTS)])
-    if not weighted:
-        weights = torch.ones_like(weights)
+    before = model.config._attn_implementation
+    masses = attention_of(model, TEXTS) if weighted else None
+    assert model.config._attn_implementation == before
     for index in skipped:
+        weights = torch.ones(sum(ids.numel() for ids in TEXTS)) if masses is None else masses[index]
         inputs, answers, targets = rows[index]
         correction, bias = fit(rows[index], weights, RIDGE)
         ours = sums[index].solve(RIDGE)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -52,6 +52,10 @@ def calibrate(
     prompt_tokens: Annotated[
         Any, typer.Option("--prompt-tokens", parser=parse.count, metavar="N", help="Length of a prompt at most.")
     ] = "512",
+    weights: Annotated[
+        Literal["attention", "equal"],
+        typer.Option("--weights", help="What a token counts in the fit: the attention that it gets, or all the same."),
+    ] = "attention",
     ridge: Annotated[
         float,
         typer.Option(
@@ -106,9 +110,9 @@ def calibrate(
     decoder = find_decoder(loaded.model)
     _check_fits(decoder.config, prompt_tokens)
     skipped = skipped_layers(method, len(decoder.layers))
-    reading = Reading(loaded.model, skipped)
+    reading = Reading(loaded.model, skipped, weights == "attention")
     check_rank(reading, rank)
-    prompts = load_prompts(loaded.tokenizer, data, samples, prompt_tokens, seed)
+    prompts = load_prompts(loaded.tokenizer, data, samples, prompt_tokens, seed, questions=True)
     count = len(prompts.tokens)
     if count < samples:
         note(f"{prompts.source} has {count} usable prompts, fewer than --samples {samples}")
@@ -122,6 +126,7 @@ def calibrate(
         "seed": seed,
         "prompt_tokens": prompt_tokens,
         "layers": list(skipped),
+        "weights": weights,
         "device": str(loaded.model.device),
         "attention": loaded.model.config._attn_implementation,
         "versions": {package: system_info()[package] for package in ("stageprune", "torch", "transformers")},

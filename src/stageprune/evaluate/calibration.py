@@ -24,11 +24,13 @@ class Reading:
     Args:
         model: not pruned; it is left unchanged.
         skipped: the layers to fit.
+        attention: whether tokens are weighted by the attention that they get; else equally.
 
     Attributes:
         samples: how many prompts were read.
         fit: of each layer, over the prompts of the fit.
         held_out: likewise, over the others.
+        decoder: of the model.
         own: the layers' own linear layers.
 
     Raises:
@@ -36,12 +38,13 @@ class Reading:
         UnsupportedModelError: if a layer's keys and values cannot be described.
     """
 
-    def __init__(self, model: Any, skipped: Sequence[int]) -> None:
+    def __init__(self, model: Any, skipped: Sequence[int], attention: bool = True) -> None:
         if not skipped:
             raise SettingError("no layer is skipped, so there is no projection to fit; give a larger ratio")
         decoder = find_decoder(model)
         self._device = input_device(decoder)
-        self._fitter = Fitter(decoder, skipped)
+        self.decoder = decoder
+        self._fitter = Fitter(decoder, skipped, attention)
         self.samples = 0
         self.fit = self._fitter.zeros()
         self.held_out = self._fitter.zeros()

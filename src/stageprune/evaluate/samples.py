@@ -199,4 +199,4 @@ def _asked(tokenizer: Any, prompts: Prompts, most: int) -> Prompts:
         head, tail = question_frame(tokenizer, _QUESTIONS[index // 2 % len(_QUESTIONS)])
         room = most - len(head) - len(tail)
         asked.append((*head, *tokens[prefix:][:room], *tail) if index % 2 and room > 0 else tokens)
-    return replace(prompts, source=f"{prompts.source}, every second prompt with a question", tokens=tuple(asked))
+    return replace(prompts, source=f"{prompts.source} with questions", tokens=tuple(asked))

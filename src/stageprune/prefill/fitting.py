@@ -7,8 +7,9 @@ the first is a ridge regression in closed form,
 
     D = sum_t w_t e_t n_t^T (sum_t w_t n_t n_t^T + lambda I)^-1,   e_t = W (norm_l(x_t) - n_t),
 
-over the tokens t of some text, without labels or gradients; W + D costs nothing more than W at run time. The sums are
-all that is kept of the text, so memory does not grow with it. A constant stands beside n, whose part of D is a bias.
+over the tokens t of some text, without labels or gradients; W + D costs nothing more than W at run time. The weight w_t
+of a token is the attention that it gets in that layer, or 1. The sums are all that is kept of the text, so memory does
+not grow with it. A constant stands beside n, whose part of D is a bias.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from stageprune.families.decoder import Decoder
 from stageprune.families.verify import VerifiedLayer, verify_layers
 from stageprune.overrides import MethodOverride
+from stageprune.prefill.attention_mass import attention_mass
 from stageprune.prefill.fitted import exact_device, own_weights
 
 
@@ -111,6 +113,7 @@ class Fitter:
     Args:
         decoder: of a model that is not pruned.
         skipped: the layers, in one run of consecutive ones or several.
+        attention: whether a token counts as much as the attention that it gets, layer by layer; else all count 1.
 
     Attributes:
         own: the layers' own linear layers.
@@ -119,8 +122,9 @@ class Fitter:
         UnsupportedModelError: if a layer's keys and values cannot be described.
     """
 
-    def __init__(self, decoder: Decoder, skipped: Sequence[int]) -> None:
+    def __init__(self, decoder: Decoder, skipped: Sequence[int], attention: bool = False) -> None:
         self._model: Any = decoder.model
+        self._attention = attention
         self._layers = verify_layers(decoder, skipped)
         self._first = first_of_runs(skipped)
         self.own = {index: own_weights(one) for index, one in self._layers.items()}
@@ -133,23 +137,27 @@ class Fitter:
         }
 
     @torch.no_grad()
-    def read(self, sums: Mapping[int, Sums], input_ids: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+    def read(self, sums: Mapping[int, Sums], input_ids: torch.Tensor) -> None:
         """Let the model read text.
 
         Args:
             sums: of each layer; the text's tokens are added.
             input_ids: `[batch, length]`, no padding.
-            weights: of each token, `[batch, length]`; equal by default.
+
+        Raises:
+            UnsupportedModelError: if the model does not tell attention, by which tokens shall be weighted.
         """
-        flat = torch.ones(input_ids.numel()) if weights is None else weights.reshape(-1)
-        full = self._inputs(input_ids, skip=False)
+        watched = {index: one.layer for index, one in self._layers.items()} if self._attention else {}
+        with attention_mass(self._model, watched) as mass:
+            full = self._inputs(input_ids, skip=False)
         # Prompt rows pass only through kept layers: behind the first run, what arrives is not what the full model has.
         pruned = full if len(set(self._first.values())) == 1 else self._inputs(input_ids, skip=True)
         for index, one in self._layers.items():
             weight = self.own[index].weight
             arriving = _normed(one, pruned[self._first[index]])
             expected = _normed(one, full[index])
-            sums[index].add(arriving, (expected - arriving) @ weight.T, expected @ weight.T, flat)
+            weights = mass[index].flatten() if watched else torch.ones(input_ids.numel())
+            sums[index].add(arriving, (expected - arriving) @ weight.T, expected @ weight.T, weights)
 
     def _inputs(self, input_ids: torch.Tensor, skip: bool) -> dict[int, torch.Tensor]:
         """What enters the layers, by index; in the full model, or in one that skips them."""
