@@ -109,9 +109,10 @@ def test_questions_about_the_built_in_text(tokenizer: Any) -> None:
     found = set()
     for before, after in zip(bare.tokens[1::2], asked.tokens[1::2], strict=True):
         prose, _, question = tokenizer.decode(after).rpartition("\n\n")
-        head, _, start = prose.partition("<|im_start|>")
-        assert head == "" and len(start) >= 30
-        assert tokenizer.decode(before).startswith(start)
+        start = prose.removeprefix("<|im_start|>")
+        assert len(start) == len(prose) - len("<|im_start|>")
+        assert len(start) >= 20
+        assert tokenizer.decode(before).startswith(start.rstrip("\ufffd")), "a character can be cut in two"
         assert len(after) == 90
         assert question.endswith(("?<|im_end|>", ".<|im_end|>"))
         found.add(question)
