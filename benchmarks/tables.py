@@ -10,6 +10,7 @@ A test checks that the committed documents are what this script writes. The resu
         --json docs/results/channels-decode.json
     python benchmarks/decode_split.py
     python benchmarks/fitted.py
+    python benchmarks/fitted_speed.py
     python benchmarks/importance.py importance.json  (of stageprune analyze, see there)
 """
 
@@ -130,6 +131,7 @@ def with_section(text: str, name: str, content: str) -> str:
 def documents() -> dict[Path, str]:
     """Every generated document and what it shall contain."""
     import fitted
+    import fitted_speed
     import importance
     from ablation import table
 
@@ -150,6 +152,8 @@ def documents() -> dict[Path, str]:
     fitted_text = with_section(calibrate.read_text(), "fitted", fitted.table(fits))
     layers = ROOT / "docs" / "importance.md"
     scores = importance.table(json.loads((results / "importance.json").read_text()))
+    speeds = fitted_speed.table(json.loads((results / "fitted-speed.json").read_text()))
+    fitted_text = with_section(fitted_text, "fitted-speed", speeds)
     return {
         page: text,
         layers: with_section(layers.read_text(), "importance", scores),
