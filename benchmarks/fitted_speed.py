@@ -1,8 +1,8 @@
 """What fitted K/V projections cost at run time: `python benchmarks/fitted_speed.py`.
 
-Measures the time to the first token with them over that with the layers' own weights. Both skip the same third of the demo model's layers and take turns on the same prompts. What the projections are fitted
-on does not matter here. Writes docs/results/fitted-speed.json; then `python benchmarks/tables.py` puts it into
-docs/calibrate.md.
+Measures the time to the first token with them over that with the layers' own weights. Both skip the same third of the
+demo model's layers and take turns on the same prompts. What the projections are fitted on does not matter here. Writes
+docs/results/fitted-speed.json; then `python benchmarks/tables.py` puts it into docs/calibrate.md.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def table(data: dict[str, Any]) -> str:
     """The two times and their ratio."""
     lines = [
         f"Time to the first token of SmolLM2-135M-Instruct ({data['dtype']}), a third skipped, own and fitted",
-        f"projections in turns, {data['system']['threads']} threads. Reproduce with `python benchmarks/fitted_speed.py`.",
+        f"projections in turns, {data['system']['threads']} threads. Reproduce with",
+        "`python benchmarks/fitted_speed.py`.",
         "",
         "| prompt | own weights | fitted | ratio (median of pairs) | middle half | pairs |",
         "|---|---|---|---|---|---|",
