@@ -48,10 +48,10 @@ class Architecture:
         model = getattr(transformers, self.model_class)(config).to(dtype).eval()
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
-        return _unsettled(model)
+        return unsettled(model)
 
 
-def _unsettled(model: nn.Module) -> nn.Module:
+def unsettled(model: nn.Module) -> nn.Module:
     """Random norms and biases, larger weights: fresh models have norms of one and biases of zero, which hide errors."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,15 @@ class Decoder:
         body: the module that owns the layers and runs them one after the other.
         layers: the decoder layers in order.
         config: the text model's configuration.
+        whole: layers whose output the body reads at all positions before the next layer runs (DeepStack); their output
+            must never be cut to some rows.
     """
 
     model: nn.Module
     body: nn.Module
     layers: tuple[nn.Module, ...]
     config: Any
+    whole: frozenset[int] = frozenset()
 
 
 def find_decoder(model: nn.Module) -> Decoder:
@@ -55,7 +59,7 @@ def find_decoder(model: nn.Module) -> Decoder:
     text = config.get_text_config()
     body = _body(model, text)
     layers = _layers(body)
-    return Decoder(model, body, layers, text)
+    return Decoder(model, body, layers, text, _whole(body, config, len(layers)))
 
 
 def refuse_shared_kv(config: Any) -> None:
@@ -77,6 +81,17 @@ def refuse_recurrent(index: int, layer: nn.Module) -> None:
                 f"layer {index} ({type(layer).__name__}) keeps a recurrent state ({part}) instead of keys and values; "
                 "skipping it in prefill would lose the prompt"
             )
+
+
+def _whole(body: nn.Module, config: Any, count: int) -> frozenset[int]:
+    """Layers behind which visual features are added at the positions of their tokens (DeepStack, arXiv 2406.04334).
+
+    Qwen3-VL adds one set of features behind each of its first layers; elsewhere it may be behind any.
+    """
+    if not any("deepstack" in name for name in inspect.signature(type(body).forward).parameters):
+        return frozenset()
+    features = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
+    return frozenset(range(count if features is None else min(len(features), count)))
 
 
 def _body(model: Any, config: Any) -> nn.Module:

@@ -224,10 +224,14 @@ def _key_norms(attention: Any) -> tuple[KeyNorm, ...]:
     return ("per head", "after rotary")
 
 
-def _rotate(attention: nn.Module, keys: torch.Tensor, positions: Any) -> torch.Tensor:
+def _rotate(attention: Any, keys: torch.Tensor, positions: Any) -> torch.Tensor:
     """Apply the attention module's own rotary embedding to the keys, `[batch, heads, length, head_dim]`."""
     cos, sin = positions
-    rotate: Callable[..., KeysValues] = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+    module = sys.modules[type(attention).__module__]
+    if cos.ndim == 4:  # older Qwen2-VL: [3 axes, batch, length, head_dim]
+        sections = attention.config.rope_parameters["mrope_section"]
+        return module.apply_multimodal_rotary_pos_emb(keys[:, :0], keys, cos, sin, sections)[1]  # type: ignore[no-any-return]
+    rotate: Callable[..., KeysValues] = module.apply_rotary_pos_emb
     rotary_dim = cos.shape[-1]
     no_queries = keys[:, :0]
     if rotary_dim >= keys.shape[-1]:

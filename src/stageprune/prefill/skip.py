@@ -4,7 +4,8 @@ A skipped layer does three things: it projects the keys and values of the prefil
 arrive (Eq. 14), runs its own unmodified forward on the decode rows only, and passes the prefill rows on unchanged
 (Eq. 15). In a run of skipped layers the prefill rows are the same for all, so they are set aside once, at the run's
 first layer, and only decode rows flow on; after a run that ends before the last layer the two are joined again. Behind
-the last run nothing needs the prefill rows any more: no norm and no language-model head is computed for them.
+the last run nothing needs the prefill rows any more: no norm and no language-model head is computed for them. Where the
+model itself adds visual features between two layers (DeepStack), a run ends, so that they reach the prefill rows, too.
 
 The last layer's output at prefill rows feeds nothing (paper, section 1.4: its importance is exactly zero), so whenever
 any layer is skipped the last one is treated like a skipped layer, too; the result is the same.
@@ -12,7 +13,7 @@ any layer is skipped the last one is treated like a skipped layer, too; the resu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class PrefillPruner:
         self.context_free = tuple(sorted({*self.skipped, count - 1})) if self.skipped else ()
         if not method.kv_projection:
             _check_unprojected(decoder, self.skipped)
-        tracker.keeps_prefill_rows = not self.context_free
+        tracker.keeps_prefill_rows = not self.context_free or count - 1 in decoder.whole
         self.weight_bytes = 0
         self._overrides: list[MethodOverride] = []
         for layer in self._describe(decoder, tracker):
@@ -61,11 +62,11 @@ class PrefillPruner:
         if self.method.projections is not None:
             verified = self._fitted(decoder, verified, self.method.projections)
         layers = []
-        for run in _runs(self.context_free):
+        for run in _runs(self.context_free, decoder.whole):
             for index in run:
                 skipped = index in self.skipped
                 kind = UnprojectedLayer if skipped and not self.method.kv_projection else SkippedLayer
-                joins = index == run[-1] and index != len(decoder.layers) - 1
+                joins = index == run[-1] and (index != len(decoder.layers) - 1 or index in decoder.whole)
                 prunes_boundary = skipped and not self.method.boundary
                 layers.append(kind(verified[index], tracker, run[0], joins, prunes_boundary))
         return layers
@@ -97,7 +98,7 @@ class SkippedLayer:
         verified: the layer and its description.
         tracker: knows the stages of the current pass.
         run: the first layer of the run of skipped layers that this one belongs to.
-        joins: whether the run ends here and later layers need the prefill rows again.
+        joins: whether the run ends here and what follows needs the prefill rows again.
         prunes_boundary: whether the last prompt token skips the layer, too (an ablation of the paper).
     """
 
@@ -211,11 +212,11 @@ def _check_unprojected(decoder: Decoder, skipped: Sequence[int]) -> None:
             )
 
 
-def _runs(indices: Sequence[int]) -> list[list[int]]:
-    """Maximal stretches of consecutive indices."""
+def _runs(indices: Sequence[int], ends: Collection[int]) -> list[list[int]]:
+    """Maximal stretches of consecutive indices; none goes on behind one of `ends`."""
     runs: list[list[int]] = []
     for index in indices:
-        if runs and runs[-1][-1] == index - 1:
+        if runs and runs[-1][-1] == index - 1 and index - 1 not in ends:
             runs[-1].append(index)
         else:
             runs.append([index])
