@@ -29,7 +29,9 @@ class Architecture:
     config_class: str
     options: dict[str, Any] = field(default_factory=dict)
 
-    def build(self, dtype: torch.dtype = torch.float64, attn: str = "eager", seed: int = 0) -> Any:
+    def build(
+        self, dtype: torch.dtype = torch.float64, attn: str = "eager", seed: int = 0, experts: str = "eager"
+    ) -> Any:
         torch.manual_seed(seed)
         common: dict[str, Any] = dict(
             vocab_size=VOCAB,
@@ -45,6 +47,7 @@ class Architecture:
         )
         config = getattr(transformers, self.config_class)(**(common | self.options))
         config._attn_implementation = attn
+        config._experts_implementation = experts  # the others cannot do float64
         model = getattr(transformers, self.model_class)(config).to(dtype).eval()
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
@@ -139,6 +142,60 @@ MORE = [
     Architecture("arcee", "ArceeForCausalLM", "ArceeConfig"),
 ]
 
+MIXTURES = [
+    Architecture(
+        "qwen2-moe",
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=24),
+    ),
+    Architecture(
+        "qwen2-moe-mixed",
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        dict(
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=20,
+            shared_expert_intermediate_size=24,
+            mlp_only_layers=[0],
+            norm_topk_prob=True,
+        ),
+    ),
+    Architecture(
+        "qwen3-moe",
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        dict(head_dim=8, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=20),
+    ),
+    Architecture(
+        "mixtral",
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        dict(num_local_experts=4, intermediate_size=20, sliding_window=None),
+    ),
+    Architecture(
+        "olmoe", "OlmoeForCausalLM", "OlmoeConfig", dict(num_experts=5, num_experts_per_tok=2, intermediate_size=20)
+    ),
+    Architecture(
+        "gpt-oss",
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        dict(
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            intermediate_size=20,
+            head_dim=8,
+            layer_types=["full_attention", "sliding_attention"],
+            sliding_window=7,
+            rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+        ),
+    ),
+]
+"""Two layers each: routed experts, with a shared one in Qwen2-MoE, with biases and another gate in GPT-OSS."""
+for _mixture in MIXTURES:
+    _mixture.options["num_hidden_layers"] = 2
+
 LATENT_ATTENTION: dict[str, Any] = dict(
     moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
     first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
@@ -147,4 +204,4 @@ LATENT_ATTENTION: dict[str, Any] = dict(
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {}
 
-BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + MORE}
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + MORE + MIXTURES}

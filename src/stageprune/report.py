@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stageprune.channels.experts import PrunedExperts
 from stageprune.channels.observe import Observed
-from stageprune.channels.pruner import ChannelPruner
+from stageprune.channels.pruner import ChannelPruner, PrunedFFN
 from stageprune.channels.sizes import Sizes
 from stageprune.families.costs import prompt_flops, values_of_a_step
 from stageprune.families.decoder import Decoder
@@ -16,16 +17,38 @@ from stageprune.prefill.skip import PrefillPruner
 
 
 @dataclass(frozen=True)
+class ExpertsReport:
+    """The routed experts of one layer.
+
+    Attributes:
+        total: how many there are.
+        per_token: how many of them a token uses.
+        prompt_tokens: how many tokens of the last prompt each got; None before the first prompt.
+    """
+
+    total: int
+    per_token: int
+    prompt_tokens: tuple[int, ...] | None
+
+    @property
+    def unused(self) -> int | None:
+        """How many of them the last prompt did not use."""
+        return None if self.prompt_tokens is None else self.prompt_tokens.count(0)
+
+
+@dataclass(frozen=True)
 class ChannelReport:
-    """One FFN with pruned channels.
+    """One FFN with pruned channels, or the routed experts of a layer, or its shared one.
 
     Attributes:
         layer: index of the decoder layer.
-        sizes: how many channels are retained, candidates and active.
+        sizes: how many channels are retained, candidates and active (of each expert).
         backend: what runs it for generated tokens.
-        dense_weights: that a generated token reads in the untouched FFN.
+        dense_weights: that a generated token reads in the untouched FFN (of the experts that it uses).
         weights: likewise, pruned.
-        observed: how tokens chose, if `handle.observe()` watched any.
+        observed: how tokens chose, if `handle.observe()` watched any; experts are not watched.
+        experts: the routed experts; None if this is an FFN for all tokens.
+        shared: whether it is the FFN beside routed experts.
     """
 
     layer: int
@@ -34,6 +57,8 @@ class ChannelReport:
     dense_weights: int
     weights: int
     observed: Observed | None
+    experts: ExpertsReport | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,8 +145,9 @@ class Report:
 
     def _channel_lines(self) -> list[str]:
         backends = ", ".join(self.backends)
+        pruned = len({part.layer for part in self.channels})
         lines = [
-            f"{self.model}: channels of {len(self.channels)} of {self.num_hidden_layers} FFNs pruned ({backends}); a "
+            f"{self.model}: channels of {pruned} of {self.num_hidden_layers} FFNs pruned ({backends}); a "
             f"generated token reads {1 / self.ideal_ffn_speedup:.0%} of their weights, ideal speed-up "
             f"{self.ideal_ffn_speedup:.2f}x of the FFNs, {self.ideal_decode_speedup:.2f}x of the whole step after "
             f"{self.prompt_length} tokens",
@@ -133,9 +159,28 @@ class Report:
             overlap = "-" if seen is None else f"{seen.mean_overlap:.1%}"
             lines.append(
                 f"{part.layer:>5} {sizes.retained:>9} {sizes.candidates:>10} {sizes.pruned:>7} {sizes.picked:>7} "
-                f"{turnover:>9} {overlap:>8}"
+                f"{turnover:>9} {overlap:>8}{' shared expert' if part.shared else ''}"
             )
+        routed = [part.experts for part in self.channels if part.experts is not None]
+        if routed:
+            lines.append(_experts_line(routed))
         return lines
+
+
+def _experts_line(routed: Sequence[ExpertsReport]) -> str:
+    total, used = sum(part.total for part in routed), sum(part.per_token for part in routed)
+    line = f"routed experts: {total} in {len(routed)} layers, of which a token uses {used}, each with channels as above"
+    unused = [part.unused for part in routed if part.unused is not None]
+    return f"{line}; the last prompt did not use {sum(unused)}" if unused else line
+
+
+def _channel_report(part: PrunedFFN | PrunedExperts, shared: bool) -> ChannelReport:
+    experts = None
+    if isinstance(part, PrunedExperts):
+        tokens = None if part.prompt_tokens is None else tuple(int(count) for count in part.prompt_tokens.tolist())
+        experts = ExpertsReport(len(part.experts.experts), part.experts.per_token, tokens)
+    weights = part.dense_cost.weights, part.cost.weights
+    return ChannelReport(part.index, part.sizes, part.backend_name, *weights, part.observed, experts, shared)
 
 
 def make_report(
@@ -146,15 +191,10 @@ def make_report(
     prompt_length: int,
 ) -> Report:
     """Collect the figures; see `Report`."""
-    layers = channels.layers if channels else {}
-    parts = tuple(
-        ChannelReport(
-            index, layer.sizes, layer.backend.name, layer.dense_cost.weights, layer.cost.weights, layer.observed
-        )
-        for index, layer in layers.items()
-    )
+    pruned = channels.parts if channels else []
+    parts = tuple(_channel_report(part, channels is not None and part in channels.shared.values()) for part in pruned)
     skipped = prefill.context_free if prefill else ()
-    saved = sum(layer.prompt_saving for index, layer in layers.items() if index not in skipped)
+    saved = sum(part.prompt_saving for part in pruned if part.index not in skipped)
     step = values_of_a_step(decoder, prompt_length)
     return Report(
         model=type(decoder.model).__name__,

@@ -28,6 +28,7 @@ class Weights:
     down: torch.Tensor
     down_bias: torch.Tensor | None
     act: Callable[[torch.Tensor], torch.Tensor]
+    up_act: Callable[[torch.Tensor], torch.Tensor] = lambda values: values
 
     @property
     def channels(self) -> int:
@@ -102,7 +103,7 @@ def hidden(ffn: Weights, x: torch.Tensor, channels: Sequence[int] | None = None)
     """The input of the down projection for tokens `[..., hidden_size]`, at these channels (all by default)."""
     if ffn.gate is None:
         return ffn.act(project(x, ffn.up, ffn.up_bias, channels))
-    return activated_gate(ffn, x, channels) * project(x, ffn.up, ffn.up_bias, channels)
+    return activated_gate(ffn, x, channels) * ffn.up_act(project(x, ffn.up, ffn.up_bias, channels))
 
 
 def activated_gate(ffn: Weights, x: torch.Tensor, channels: Sequence[int] | None) -> torch.Tensor:
@@ -144,7 +145,7 @@ def add_rows(ffn: Weights, sums: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def add_up_rows(ffn: Weights, sums: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Likewise of the up projection's outputs."""
-    return sums + project(x, ffn.up, ffn.up_bias, None).double().square().sum(0)
+    return sums + ffn.up_act(project(x, ffn.up, ffn.up_bias, None)).double().square().sum(0)
 
 
 def partition(ffn: Weights, sums: torch.Tensor, of: Sizes, up_sums: torch.Tensor | None = None) -> Partition:

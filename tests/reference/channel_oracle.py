@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from reference import channel_ffn as ref
+from reference.channel_experts import ReferenceExperts, experts_of, stretches
 from reference.generation import greedy_by
 from reference.prefill_oracle import gated_logits, layers_of
 
@@ -96,12 +97,25 @@ def replaced(
             ratio = mlp_ratio(model, method, index)
             counts = real & (index not in without_statistics)
             if ratio > 0 and index not in method.protect and (method.refresh or counts.any()):
-                layer.mlp.forward = ReferenceFFN(layer.mlp, method, ratio, context, counts, passes)
-                modules.append(layer.mlp)
+                for module, forward in stand_ins(layer.mlp, method, ratio, context, counts, passes):
+                    module.forward = forward
+                    modules.append(module)
         yield
     finally:
         for module in modules:
             del module.forward
+
+
+def stand_ins(mlp: Any, *arguments: Any) -> list[tuple[Any, Any]]:
+    """The modules of an FFN branch that the method prunes, and what takes the place of their forwards."""
+    if not hasattr(mlp, "experts"):
+        return [(mlp, ReferenceFFN(mlp, *arguments))]
+    found: list[tuple[Any, Any]] = [(mlp.experts, ReferenceExperts(experts_of(mlp.experts), *arguments))]
+    method, _, context, *_ = arguments
+    if method.shared_experts and hasattr(mlp, "shared_expert"):
+        shared = ReferenceFFN(mlp.shared_expert, *arguments)
+        found.append((mlp.shared_expert, lambda x: shared(x.view(*context.shape, -1)).flatten(0, 1)))
+    return found
 
 
 Add: TypeAlias = Callable[[ref.Weights, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -139,7 +153,7 @@ class ReferenceFFN:
             up_sums: torch.Tensor | None = None
             first = collected = 0
             prompted = False
-            for start, stop in self._passes(length):
+            for start, stop in stretches(self.context, self.passes):
                 before = sums
                 sums = self._statistics(ref.add_rows, x, rows, start, stop, sums)
                 up_sums = self._statistics(ref.add_up_rows, x, rows, start, stop, up_sums)
@@ -172,14 +186,6 @@ class ReferenceFFN:
                         self.method.up_share,
                     )
         return outputs
-
-    def _passes(self, length: int) -> list[tuple[int, int]]:
-        """Stretches whose prefill positions are added to the statistics at once; decode positions come after them."""
-        context = self.context.any(0).tolist()
-        starts = {0, *(start for start in self.passes if start < length)}
-        starts |= {t for t in range(1, length) if context[t] and not context[t - 1]}
-        ordered = sorted(starts)
-        return list(zip(ordered, [*ordered[1:], length], strict=True))
 
     def _one(self, add: Add, x: torch.Tensor, rows: list[int], t: int) -> torch.Tensor:
         """The squares of one time step."""
@@ -228,11 +234,24 @@ def mlp_ratio(model: Any, method: Any, index: int) -> float:
     if method.mlp_ratio is not None:
         return method.mlp_ratio
     layer = layers_of(model)[index]
+    if hasattr(layer.mlp, "experts"):
+        return mixture_ratio(method, layer)
     attention = next(
         child for name, child in layer.named_children() if name in ("self_attn", "attention", "self_attention")
     )
     in_attention, in_ffn = linear_weights(attention), linear_weights(layer.mlp)
     return method.ratio * (in_attention + in_ffn) / in_ffn
+
+
+def mixture_ratio(method: Any, layer: Any) -> float:
+    """Of the attention, and of the routed experts that a token uses (Table 8)."""
+    in_attention = linear_weights(layer.self_attn)
+    router = layer.mlp.gate if hasattr(layer.mlp, "gate") else layer.mlp.router
+    one = experts_of(layer.mlp.experts)[0]
+    in_experts = router.top_k * (one.gate.numel() + one.up.numel() + one.down.numel())
+    if method.shared_experts and hasattr(layer.mlp, "shared_expert"):
+        in_experts += linear_weights(layer.mlp.shared_expert)
+    return method.ratio * (in_attention + in_experts) / in_experts
 
 
 def linear_weights(module: nn.Module) -> int:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from stageprune.channels.partition import Partition
-
 
 @dataclass(frozen=True)
 class _Earlier:
@@ -29,13 +27,14 @@ class Memory:
     """See the module's docstring.
 
     Attributes:
-        sums: of squared activations over the tokens that count, `[groups, h]`; None before the first.
+        sums: of squared activations over the tokens that count, `[groups, h]` (of routed experts, see `experts.py`);
+            None before the first.
         up_sums: likewise of squared up projections, where the selection goes by them.
         prompted: whether the layer has seen prefill rows.
         seen: which groups had a real token among those rows, `[groups]`; None if all had.
         first: the position of the first decode row after the prompt.
         collected: how many generated tokens were added.
-        partition: from the sums; None when they changed.
+        partition: from the sums, the layer's `Partition`, or those of its experts; None when the sums changed.
         bound: what the backend keeps for the partition.
     """
 
@@ -45,7 +44,7 @@ class Memory:
     seen: torch.Tensor | None = None
     first: int = 0
     collected: int = 0
-    partition: Partition | None = None
+    partition: Any = None
     bound: Any = None
     _earlier: list[_Earlier] = field(default_factory=list)
 
@@ -74,7 +73,8 @@ class Memory:
             return
 
         def moved(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else values[rows.to(values.device)]
+            shared = values is None or len(values) == 1  # by the whole batch
+            return values if shared else values[rows.to(values.device)]
 
         self.sums, self.up_sums = moved(self.sums), moved(self.up_sums)
         self._earlier = [

@@ -1,8 +1,9 @@
 """Online channel pruning, attached to one model (arXiv 2602.06822, section 3).
 
-Each FFN is called with the rows of one pass. Prefill rows are computed on all channels up to the down projection, add
-to the layer's statistics, and go through the down projection with the channels that the setting allows them. Decode
-rows run with the partition that those statistics give, each with its own choice.
+Each FFN (or all routed experts of a layer, see `experts.py`) is called with the rows of one pass. Prefill rows are
+computed on all channels up to the down projection, add to the layer's statistics, and go through the down projection
+with the channels that the setting allows them. Decode rows run with the partition that those statistics give, each with
+its own choice.
 
 What a layer remembers, sums of squares and the partition, belongs to the sequences in the K/V cache: it continues over
 chunks and turns and is freed with the cache. A layer that has seen no prefill row (a prompt of one token, or a layer
@@ -17,20 +18,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from stageprune.channels.costs import FFNCost, dense_cost, pruned_cost
+from stageprune.channels.experts import PrunedExperts
 from stageprune.channels.kernels.base import Backend, make_layer
 from stageprune.channels.kernels.choose import make_backend
 from stageprune.channels.kernels.masked import MaskedBackend
 from stageprune.channels.memory import Memory
-from stageprune.channels.observe import Observed, Observer
+from stageprune.channels.observe import Observer
 from stageprune.channels.partition import Partition, partition, statistics
-from stageprune.channels.real_tokens import real_tokens
+from stageprune.channels.real_tokens import batch_of, real_tokens
 from stageprune.channels.sizes import Sizes, mlp_ratio_of, sizes_of
+from stageprune.channels.staged import Dense, StagedRows, Statistics, seen
 from stageprune.errors import SettingError
 from stageprune.families.costs import linear_weights
 from stageprune.families.decoder import Decoder
+from stageprune.families.experts import Experts, describe_experts
 from stageprune.families.ffn import FFN, describe_ffn
 from stageprune.methods import OnlineChannelPruning
 from stageprune.overrides import MethodOverride
@@ -44,7 +49,8 @@ class ChannelPruner:
     """See the module's docstring.
 
     Attributes:
-        layers: the pruned FFNs by layer index.
+        layers: the pruned FFNs, or routed experts, by layer index.
+        shared: the pruned shared experts, by layer index.
 
     Raises:
         SettingError: if the setting does not fit the model.
@@ -53,47 +59,78 @@ class ChannelPruner:
 
     def __init__(self, decoder: Decoder, method: OnlineChannelPruning, tracker: StageTracker) -> None:
         self.method = method
-        self.layers: dict[int, PrunedFFN] = {}
+        self.layers: dict[int, PrunedFFN | PrunedExperts] = {}
+        self.shared: dict[int, PrunedFFN] = {}
         self._overrides: list[MethodOverride] = []
         _check_layers(method, len(decoder.layers))
         for index, module in enumerate(decoder.layers):
             if index in method.protect or _requested(method, index) == 0:
                 continue
+            experts = describe_experts(index, module)
+            if experts is not None:
+                self._add_experts(index, module, experts, tracker)
+                continue
             ffn = describe_ffn(index, module)
-            sizes = sizes_of(ffn.intermediate_size, _mlp_ratio(method, index, decoder, ffn), method)
+            sizes = sizes_of(ffn.intermediate_size, _ffn_ratio(method, index, module, ffn), method)
             if not sizes.dense:
                 self.layers[index] = PrunedFFN(index, ffn, sizes, method, tracker)
         if method.refresh is not None:
             tracker.follow_positions()
-        for layer in self.layers.values():
-            self._overrides.append(MethodOverride(layer.ffn.module, "forward", layer, owner=self))
+        for part in self.parts:
+            self._overrides.append(MethodOverride(part.module, "forward", part, owner=self))
+
+    def _add_experts(self, index: int, layer: nn.Module, experts: Experts, tracker: StageTracker) -> None:
+        method, shared = self.method, experts.shared
+        ratio = _experts_ratio(method, index, layer, experts)
+        sizes = sizes_of(experts.intermediate_size, ratio, method)
+        if not sizes.dense:
+            self.layers[index] = PrunedExperts(index, experts, sizes, method, tracker)
+        if method.shared_experts and shared is not None:
+            sizes = sizes_of(shared.intermediate_size, ratio, method)
+            if not sizes.dense:
+                self.shared[index] = PrunedFFN(index, shared, sizes, method, tracker, "shared")
+
+    @property
+    def parts(self) -> list[PrunedFFN | PrunedExperts]:
+        """Everything that is pruned, by layer."""
+        found: list[PrunedFFN | PrunedExperts] = [*self.layers.values(), *self.shared.values()]
+        return sorted(found, key=lambda part: part.index)
 
     @property
     def weight_bytes(self) -> int:
         """Memory that the backends add to the weights."""
-        return sum(layer.backend.weight_bytes for layer in self.layers.values())
+        return sum(part.weight_bytes for part in self.parts)
 
     @property
     def preparation_s(self) -> float | None:
         """What the last prompt's partitions and what backends keep for them took, in seconds; None without a prompt."""
-        layers = [layer.preparation_s for layer in self.layers.values() if layer.preparation_s]
-        return sum(layers) if layers else None
+        times = [part.preparation_s for part in self.parts if part.preparation_s]
+        return sum(times) if times else None
 
     @property
     def preparation_bytes(self) -> int:
         """What backends keep for the last prompt."""
-        return sum(layer.preparation_bytes for layer in self.layers.values())
+        return sum(part.preparation_bytes for part in self.parts)
 
     @contextmanager
     def observe(self) -> Iterator[None]:
-        """Watch the generated tokens inside the block; see `observe.Observed`."""
-        for layer in self.layers.values():
-            layer.observe()
+        """Watch the generated tokens inside the block; see `observe.Observed`.
+
+        Raises:
+            SettingError: if all that is pruned are routed experts.
+        """
+        if self.parts and not any(isinstance(part, PrunedFFN) for part in self.parts):
+            raise SettingError(
+                "observe() compares each token's channels with those of the token before, in FFNs that all tokens use; "
+                "this model's pruned channels are all in routed experts"
+            )
+        for part in self.parts:
+            part.observe()
         try:
             yield
         finally:
-            for layer in self.layers.values():
-                layer.stop_observing()
+            for part in self.parts:
+                part.stop_observing()
 
     def detach(self) -> None:
         """Give the FFNs their own forward back."""
@@ -101,27 +138,47 @@ class ChannelPruner:
             override.remove()
         self._overrides.clear()
         self.layers.clear()
+        self.shared.clear()
 
 
-class PrunedFFN:
-    """Stands in for the forward of one FFN."""
+class PrunedFFN(StagedRows):
+    """Stands in for the forward of one FFN.
 
-    def __init__(self, index: int, ffn: FFN, sizes: Sizes, method: OnlineChannelPruning, tracker: StageTracker) -> None:
-        self.index = index
+    Args:
+        index: of the decoder layer.
+        ffn: the FFN.
+        sizes: numbers of channels.
+        method: the settings.
+        tracker: knows the stages of the current pass.
+        key: under which its memory is kept, with the layer's index.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        ffn: FFN,
+        sizes: Sizes,
+        method: OnlineChannelPruning,
+        tracker: StageTracker,
+        key: str = "channels",
+    ) -> None:
+        super().__init__(index, sizes, method, tracker, key)
+        self.module = ffn.module
         self.ffn = ffn
-        self.sizes = sizes
-        self._method = method
-        self._tracker = tracker
         self._layer = make_layer(ffn, method.selection)
         self.backend: Backend = make_backend(method, self._layer)
         self._masked = MaskedBackend(self._layer)
-        self.observed: Observed | None = None
-        self.preparation_s = 0.0
-        self.preparation_bytes = 0
         self._observer: Observer | None = None
-        self._key = ("channels", index)
-        # Not as a decorator: that would import the compiler with this module. Statistics are Python state.
-        self._staged = torch.compiler.disable(self._staged)  # type: ignore[method-assign, no-untyped-call]
+
+    @property
+    def backend_name(self) -> str:
+        """What runs decode rows."""
+        return self.backend.name
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that the backend adds to the weights."""
+        return self.backend.weight_bytes
 
     @property
     def dense_cost(self) -> FFNCost:
@@ -144,12 +201,6 @@ class PrunedFFN:
             self._observer = None
 
     @property
-    def prompt_channels(self) -> int:
-        """How many channels the prompt's down projection uses."""
-        rules = {"candidates": self.sizes.computed, "budget": self.sizes.active, "dense": self.sizes.total}
-        return rules[self._method.prefill]
-
-    @property
     def prompt_saving(self) -> int:
         """Weights of the down projection that a row of a long enough prompt is not multiplied with."""
         return self._hidden_size * (self.sizes.total - self.prompt_channels) if self.ffn.plain else 0
@@ -159,41 +210,23 @@ class PrunedFFN:
         return int(self.ffn.down.weight.shape[0])
 
     def __call__(self, forward: Any, inputs: torch.Tensor) -> Any:
-        """Answer one call of the FFN: `[batch, rows, hidden_size]`."""
+        """Answer one call of the FFN: `[batch, rows, hidden_size]`, or both in one axis."""
         stage = self._tracker.current
         if stage is None:
             return forward(inputs)
-        return self._staged(forward, stage, inputs)
+        if inputs.ndim == 3:
+            return self._staged(forward, stage, inputs)
+        # Blocks of experts call shared ones with their flattened tokens.
+        rows = inputs.reshape(batch_of(stage), -1, inputs.shape[-1])
+        return self._staged(forward, stage, rows).reshape(inputs.shape)
 
-    def _staged(self, forward: Any, stage: Stage, inputs: torch.Tensor) -> torch.Tensor:
-        memory = stage.memory.get(self._key)
-        if memory is None:
-            memory = stage.memory[self._key] = Memory()
-        # Skipped layers are called with the pass's decode rows only.
-        prefill = max(0, inputs.shape[1] - (stage.length - stage.prefill))
-        if not prefill and self._method.refresh is None:
-            return self._decode(forward, memory, inputs)
-        outputs = []
-        if stage.prefill:
-            memory.first = stage.past + stage.prefill
-        if prefill:
-            outputs.append(self._prefill(stage, memory, inputs[:, :prefill]))
-        if prefill < inputs.shape[1]:
-            rows = inputs[:, prefill:]
-            if self._method.refresh is None:
-                outputs.append(self._decode(forward, memory, rows))
-            else:
-                outputs += self._decode_and_refresh(forward, memory, rows, stage.past + stage.length - rows.shape[1])
-        result: torch.Tensor = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        return result
-
-    def _prefill(self, stage: Stage, memory: Memory, inputs: torch.Tensor) -> torch.Tensor:
-        hidden, up = self.ffn.hidden_and_up(inputs)
+    def _prefill(self, stage: Stage, memory: Memory, rows: torch.Tensor) -> torch.Tensor:
+        hidden, up = self.ffn.hidden_and_up(rows)
         real = real_tokens(stage)
         if real is not None:
-            real = real[:, : inputs.shape[1]]
+            real = real[:, : rows.shape[1]]
         sums, up_sums = statistics(hidden, up, real, self._method)
-        memory.seen = _seen(memory, real, len(sums))
+        memory.seen = seen(memory, real, len(sums))
         memory.add(sums, up_sums)
         return self._prompt_down(hidden, memory)
 
@@ -211,54 +244,31 @@ class PrunedFFN:
         channels = parts.order[0, :count].sort().values
         return F.linear(hidden[..., channels], down.weight[:, channels], down.bias)
 
-    def _decode(self, forward: Any, memory: Memory, inputs: torch.Tensor) -> torch.Tensor:
+    def _decode(self, dense: Dense, memory: Memory, rows: torch.Tensor) -> torch.Tensor:
         if memory.sums is None:
-            outputs: torch.Tensor = forward(inputs)
-            return outputs
+            return dense(rows)
         parts = self._partition(memory)
         if memory.bound is None:
             start = time.perf_counter()
             memory.bound = self.backend.bind(parts)
             self.preparation_s += time.perf_counter() - start
             self.preparation_bytes = self.backend.bound_bytes(memory.bound)
-        return self._run(forward, memory, inputs, self.backend, memory.bound)
+        return self._run(dense, memory, rows, self.backend, memory.bound)
 
-    def _run(self, forward: Any, memory: Memory, inputs: torch.Tensor, backend: Backend, bound: Any) -> torch.Tensor:
+    def _decode_once(self, dense: Dense, memory: Memory, row: torch.Tensor) -> torch.Tensor:
+        # All channels are computed anyway: nothing is bound for this row.
+        return self._run(dense, memory, row, self._masked, None)
+
+    def _generated(self, memory: Memory, row: torch.Tensor) -> Statistics:
+        return statistics(*self.ffn.hidden_and_up(row), None, self._method)
+
+    def _run(self, dense: Dense, memory: Memory, rows: torch.Tensor, backend: Backend, bound: Any) -> torch.Tensor:
         """Decode rows by the partition; dense where a sequence has none yet."""
         parts = self._partition(memory)
         if self._observer is not None:
-            self._observer.see(inputs, parts)
-        outputs = backend.run(inputs, parts, bound)
-        return outputs if memory.seen is None else torch.where(memory.seen[:, None, None], outputs, forward(inputs))
-
-    def _decode_and_refresh(
-        self, forward: Any, memory: Memory, inputs: torch.Tensor, position: int
-    ) -> list[torch.Tensor]:
-        """Decode rows from `position` on, some of which renew the partition.
-
-        Every `refresh`-th generated token computes all channels; it counts as that many tokens, and itself is the first
-        to go by the new partition. A layer that saw no prompt is dense until it has seen `refresh` tokens.
-        """
-        every = self._method.refresh
-        assert every is not None
-        memory.take_back(position)
-        outputs, start, rows = [], 0, inputs.shape[1]
-        while start < rows:
-            index = position + start - memory.first
-            collecting = not memory.prompted and memory.collected < every
-            if collecting or (index > 0 and index % every == 0):
-                row = inputs[:, start : start + 1]
-                sums, up_sums = statistics(*self.ffn.hidden_and_up(row), None, self._method)
-                weight = 1 if collecting else every
-                memory.add_generated(position + start, weight * sums, None if up_sums is None else weight * up_sums)
-                # All channels are computed anyway: nothing is bound for this row.
-                outputs.append(forward(row) if collecting else self._run(forward, memory, row, self._masked, None))
-                start += 1
-            else:
-                stop = min(rows, start + every - index % every)
-                outputs.append(self._decode(forward, memory, inputs[:, start:stop]))
-                start = stop
-        return outputs
+            self._observer.see(rows, parts)
+        outputs = backend.run(rows, parts, bound)
+        return outputs if memory.seen is None else torch.where(memory.seen[:, None, None], outputs, dense(rows))
 
     def _partition(self, memory: Memory) -> Partition:
         if memory.partition is None:
@@ -266,16 +276,8 @@ class PrunedFFN:
             start = time.perf_counter()
             memory.partition = partition(memory.sums, self._layer.column_norms, self.sizes, memory.up_sums)
             self.preparation_s = time.perf_counter() - start
-        return memory.partition
-
-
-def _seen(memory: Memory, real: torch.Tensor | None, groups: int) -> torch.Tensor | None:
-    """Which groups have seen a real prefill token by now: a shorter prompt can be all padding so far."""
-    if real is None or (memory.sums is not None and memory.seen is None):
-        return None
-    now = real.any(1) if groups == len(real) else real.any()[None]
-    now = now if memory.seen is None else memory.seen | now
-    return None if bool(now.all()) else now
+        result: Partition = memory.partition
+        return result
 
 
 def _requested(method: OnlineChannelPruning, index: int) -> float:
@@ -284,12 +286,23 @@ def _requested(method: OnlineChannelPruning, index: int) -> float:
     return method.ratio if method.mlp_ratio is None else method.mlp_ratio
 
 
-def _mlp_ratio(method: OnlineChannelPruning, index: int, decoder: Decoder, ffn: FFN) -> float:
-    requested = _requested(method, index)
-    if method.ratios is not None or method.mlp_ratio is not None:
-        return requested
+def _ffn_ratio(method: OnlineChannelPruning, index: int, layer: nn.Module, ffn: FFN) -> float:
     inside = linear_weights(ffn.module)
-    return mlp_ratio_of(requested, linear_weights(decoder.layers[index]) - inside, inside)
+    return _mlp_ratio(method, index, linear_weights(layer) - inside, inside)
+
+
+def _experts_ratio(method: OnlineChannelPruning, index: int, layer: nn.Module, experts: Experts) -> float:
+    """Of the routed experts that a token uses and the attention; shared experts count where they are pruned, too."""
+    inside = experts.active_weights
+    if method.shared_experts and experts.shared is not None:
+        inside += linear_weights(experts.shared.module)
+    return _mlp_ratio(method, index, linear_weights(layer) - linear_weights(experts.block), inside)
+
+
+def _mlp_ratio(method: OnlineChannelPruning, index: int, attention: int, ffn: int) -> float:
+    requested = _requested(method, index)
+    given = method.ratios is not None or method.mlp_ratio is not None
+    return requested if given else mlp_ratio_of(requested, attention, ffn)
 
 
 def _check_layers(method: OnlineChannelPruning, count: int) -> None:

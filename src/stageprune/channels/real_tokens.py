@@ -23,9 +23,14 @@ def real_tokens(stage: Stage) -> torch.Tensor | None:
     return result
 
 
-def _read(mask: Any, stage: Stage) -> torch.Tensor | None:
+def batch_of(stage: Stage) -> int:
+    """How many sequences the pass has."""
     tokens = stage.call.get("input_ids")
-    batch = len(stage.call["inputs_embeds"] if tokens is None else tokens)
+    return len(stage.call["inputs_embeds"] if tokens is None else tokens)
+
+
+def _read(mask: Any, stage: Stage) -> torch.Tensor | None:
+    batch = batch_of(stage)
     padding = stage.padding
     if padding is not None and padding.ndim == 2 and padding.shape[1] >= stage.past + stage.length:
         real = padding[:, stage.past : stage.past + stage.length].bool()

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from stageprune.families.decoder import Decoder
+from stageprune.families.experts import active_weights, experts_per_token, is_block
 from stageprune.families.kv import candidates
 
 
@@ -21,7 +23,7 @@ class LayerCost:
     """The cost of one decoder layer.
 
     Attributes:
-        linear: weights that each token is multiplied with.
+        linear: weights that each token is multiplied with; of routed experts, those of the experts that it uses.
         kv: those of them that project keys and values.
         attention: multiply-adds of each attended (query, key) pair.
         window: how many keys a query sees at most; None for all.
@@ -64,9 +66,25 @@ def layer_costs(decoder: Decoder) -> list[LayerCost]:
 
 
 def linear_weights(module: nn.Module) -> int:
-    """Weights of all linear layers inside a module (also quantized ones, by their declared shape)."""
-    shapes = [(getattr(part, "in_features", None), getattr(part, "out_features", None)) for part in module.modules()]
-    return sum(rows * columns for columns, rows in shapes if isinstance(rows, int) and isinstance(columns, int))
+    """Weights of all linear layers inside a module (also quantized ones, by their declared shape).
+
+    Of routed experts, as many count as a token uses; routers count, as their scores are matrix products, too.
+    """
+    columns, rows = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    own = rows * columns if isinstance(rows, int) and isinstance(columns, int) else 0
+    if not is_block(module):
+        return own + sum(linear_weights(child) for child in module.children())
+    experts: nn.Module = module.experts  # type: ignore[assignment]
+    others = [child for child in module.children() if child is not experts]
+    active = active_weights(experts, experts_per_token(module))
+    return own + active + sum(linear_weights(child) + _router_weights(child) for child in others)
+
+
+def _router_weights(module: nn.Module) -> int:
+    """Of a module that holds its matrix itself, which is how transformers 5 writes routers."""
+    weight = getattr(module, "weight", None)
+    bare = isinstance(weight, torch.Tensor) and weight.ndim == 2 and not hasattr(module, "in_features")
+    return weight.numel() if bare and isinstance(weight, torch.Tensor) else 0
 
 
 def head_weights(decoder: Decoder) -> int:

@@ -21,7 +21,7 @@ _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _FUSED = (("gate_up_proj", "down_proj"),)
 _UNGATED = (("up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"), ("c_fc", "c_proj"), ("fc1", "fc2"))
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
+ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class FFN:
         up: from `hidden_size` to `intermediate_size`.
         down: back.
         act: the activation, of the gate where there is one.
+        up_act: what is done to the up projection's output before the gate is multiplied with it; None: nothing.
     """
 
     module: nn.Module
@@ -88,6 +89,7 @@ class FFN:
     up: Projection
     down: Projection
     act: Callable[[torch.Tensor], torch.Tensor]
+    up_act: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def intermediate_size(self) -> int:
@@ -110,10 +112,11 @@ class FFN:
         """The activated gate (there must be one), and the output of the up projection, `[..., intermediate_size]`."""
         assert self.gate is not None
         if self.gate.linear is self.up.linear:
-            gate, up = self.gate.linear(inputs).chunk(2, dim=-1)
+            both = self.gate.linear(inputs)
+            gate, up = both[..., self.gate.rows], both[..., self.up.rows]
         else:
             gate, up = self.gate(inputs), self.up(inputs)
-        return self.act(gate), up
+        return self.act(gate), up if self.up_act is None else self.up_act(up)
 
     @property
     def plain(self) -> bool:
@@ -130,18 +133,19 @@ def describe_ffn(index: int, layer: nn.Module) -> FFN:
     """
     name = f"layer {index} ({type(layer).__name__})"
     module = next((found for place in _PLACES if isinstance(found := getattr(layer, place, None), nn.Module)), None)
-    ffn = None if module is None else _take_apart(module)
+    ffn = None if module is None else take_apart(module)
     if ffn is None:
         raise UnsupportedModelError(
             f"{name}: no description fits its FFN{'' if module is None else f' ({type(module).__name__})'}; known are "
             "gate/up/down projections, a fused gate_up_proj, and ungated pairs"
         )
-    _check(name, ffn)
+    check_ffn(name, ffn)
     return ffn
 
 
-def _take_apart(module: Any) -> FFN | None:
-    act = next((found for name in _ACTIVATIONS if callable(found := getattr(module, name, None))), None)
+def take_apart(module: Any) -> FFN | None:
+    """The FFN inside this module, by the names of its parts; None if no description fits."""
+    act = next((found for name in ACTIVATIONS if callable(found := getattr(module, name, None))), None)
     if act is None:
         return None
     for gate, up, down in _GATED:
@@ -163,25 +167,39 @@ def _take_apart(module: Any) -> FFN | None:
 
 
 @torch.no_grad()
-def _check(name: str, ffn: FFN) -> None:
+def check_ffn(name: str, ffn: FFN) -> None:
+    """Compare the description with the module's own output.
+
+    Raises:
+        UnsupportedModelError: if they differ; `name` says where.
+    """
     weight = next(ffn.module.parameters())
     if weight.device.type == "meta":
         return  # offloaded: nothing to compute with here
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(1, 3, ffn.up.linear.in_features, generator=generator)  # type: ignore[call-overload]
     inputs = inputs.to(weight.device, weight.dtype if weight.is_floating_point() else torch.float32)
-    theirs = ffn.module(inputs)
-    ours = ffn.down(ffn.hidden(inputs))
+    found = difference(ffn.down(ffn.hidden(inputs)), ffn.module(inputs), weight.dtype)
+    if found is not None:
+        raise UnsupportedModelError(f"{name}: its FFN ({type(ffn.module).__name__}) {found}")
+
+
+def difference(ours: torch.Tensor, theirs: Any, dtype: torch.dtype) -> str | None:
+    """What is wrong with a description, or None if it agrees with the module's own output to rounding.
+
+    Args:
+        ours: the description's output.
+        theirs: the module's.
+        dtype: of its weights.
+    """
     if not isinstance(theirs, torch.Tensor) or theirs.shape != ours.shape:
-        raise UnsupportedModelError(f"{name}: its FFN ({type(ffn.module).__name__}) returns something else than ours")
+        return "returns something else than ours"
     off, scale = (ours - theirs).abs().max().item(), theirs.abs().max().item()
     if not torch.isfinite(ours).all():
-        raise UnsupportedModelError(f"{name}: its FFN ({type(ffn.module).__name__}) has weights that are not finite")
-    if not off <= (1e-5 if weight.dtype in (torch.float32, torch.float64) else 0.03) * scale:
-        raise UnsupportedModelError(
-            f"{name}: its FFN ({type(ffn.module).__name__}) differs from its description by up to {off:.3g} where the "
-            f"largest output is {scale:.3g}"
-        )
+        return "has weights that are not finite"
+    if not off <= (1e-5 if dtype in (torch.float32, torch.float64) else 0.03) * scale:
+        return f"differs from its description by up to {off:.3g} where the largest output is {scale:.3g}"
+    return None
 
 
 def activation_name(act: Any) -> str | None:

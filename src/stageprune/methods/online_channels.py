@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Self, TypeAlias, get_args
 
 from stageprune.errors import SettingError
-from stageprune.methods.base import Method, choice, count, layer_indices, share
+from stageprune.methods.base import Method, choice, count, flag, layer_indices, share
 
 Selection: TypeAlias = Literal["partition", "fixed", "full", "gate", "cascade"]
 PrefillRule: TypeAlias = Literal["candidates", "budget", "dense"]
 Scope: TypeAlias = Literal["batch", "sequence"]
+Unseen: TypeAlias = Literal["weights", "layer", "dense"]
 BackendName: TypeAlias = Literal["auto", "masked", "sliced", "indexed"]
 
 
@@ -46,6 +47,13 @@ class OnlineChannelPruning(Method):
         refresh: renew the partition at every n-th generated token, which computes all channels and counts as n tokens;
             None: never (the paper).
         multiple: round the number of retained, computed and active channels up to a multiple of this.
+        unseen: what an expert goes by that the prompt did not use: `"weights"` (the norms of its down projection
+            alone), `"layer"` (the layer's prompt tokens, as if they had been routed to it), `"dense"` (all channels).
+        unseen_below: an expert that fewer of the prompt's tokens used counts as unseen.
+        routing_weights: multiply an expert's activations with the router's weight for the token before they are scored.
+        shared_experts: prune the channels of shared experts, too, by the ratio of the routed ones.
+
+    Routed experts are pruned each by its own tokens (the router is not touched); the last four are about them.
 
     Raises:
         SettingError: on a wrong type or value.
@@ -66,6 +74,10 @@ class OnlineChannelPruning(Method):
     protect: Sequence[int] = ()
     refresh: int | None = None
     multiple: int = 1
+    unseen: Unseen = "weights"
+    unseen_below: int = 1
+    routing_weights: bool = False
+    shared_experts: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", share("ratio", self.ratio))
@@ -82,6 +94,10 @@ class OnlineChannelPruning(Method):
         choice("scope", self.scope, get_args(Scope))
         choice("backend", self.backend, get_args(BackendName))
         count("multiple", self.multiple)
+        choice("unseen", self.unseen, get_args(Unseen))
+        count("unseen_below", self.unseen_below)
+        flag("routing_weights", self.routing_weights)
+        flag("shared_experts", self.shared_experts)
         if self.refresh is not None:
             count("refresh", self.refresh)
         if self.ratios is not None:

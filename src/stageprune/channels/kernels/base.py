@@ -31,10 +31,10 @@ class Layer:
 
 def make_layer(ffn: FFN, selection: Selection) -> Layer:
     """The layer, with the norms that the selection needs."""
-    return Layer(ffn, _norms(ffn.down.weight, 0), _norms(ffn.up.weight, 1) if selection == "gate" else None, selection)
+    return Layer(ffn, norms(ffn.down.weight, 0), norms(ffn.up.weight, 1) if selection == "gate" else None, selection)
 
 
-def _norms(weight: torch.Tensor, dim: int) -> torch.Tensor:
+def norms(weight: torch.Tensor, dim: int) -> torch.Tensor:
     """L2 norms along one axis, in float32 or better."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     norms: torch.Tensor = torch.linalg.vector_norm(weight.detach(), dim=dim, dtype=dtype)

@@ -29,7 +29,7 @@ class MaskedBackend:
 
     def run(self, inputs: torch.Tensor, partition: Partition, bound: Any) -> torch.Tensor:
         """See `Backend.run`."""
-        hidden, keep = self._hidden(inputs, partition)
+        hidden, keep = self.hidden_and_active(inputs, partition)
         return self._layer.ffn.down(hidden.masked_fill(~keep, 0))
 
     def scores_and_active(self, inputs: torch.Tensor, partition: Partition) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,10 +38,10 @@ class MaskedBackend:
         Returns:
             `[groups, rows, h]` and `[groups, rows or 1, h]`.
         """
-        hidden, keep = self._hidden(inputs, partition)
+        hidden, keep = self.hidden_and_active(inputs, partition)
         return channel_scores(hidden, self._layer.column_norms, groups=len(partition.order)), keep
 
-    def _hidden(self, inputs: torch.Tensor, partition: Partition) -> tuple[torch.Tensor, torch.Tensor]:
+    def hidden_and_active(self, inputs: torch.Tensor, partition: Partition) -> tuple[torch.Tensor, torch.Tensor]:
         """The input of the down projection for all channels, and the mask of the active ones."""
         ffn, selection, norms = self._layer.ffn, self._layer.selection, self._layer.column_norms
         if selection == "fixed":
