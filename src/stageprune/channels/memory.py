@@ -73,8 +73,9 @@ class Memory:
             return
 
         def moved(values: torch.Tensor | None) -> torch.Tensor | None:
-            shared = values is None or len(values) == 1  # by the whole batch
-            return values if shared else values[rows.to(values.device)]
+            if values is None or len(values) == 1:  # the whole batch shares it
+                return values
+            return values[rows.to(values.device)]
 
         self.sums, self.up_sums = moved(self.sums), moved(self.up_sums)
         self._earlier = [

@@ -255,7 +255,7 @@ def _gates_agree(module: Any, ffn: FFN) -> bool:
         return True
     values = torch.tensor([-1e3, -9.0, -6.0, -1.0, -0.1, 0.0, 0.1, 1.0, 6.0, 9.0, 1e3])
     gate, up = (part[:, None] for part in torch.cartesian_prod(values, values).unbind(1))
-    both = torch.empty(len(gate), int(ffn.up.linear.out_features))  # type: ignore[call-overload]
+    both = torch.empty(len(gate), int(ffn.up.linear.out_features))  # type: ignore[arg-type]
     both[:, ffn.gate.rows], both[:, ffn.up.rows] = gate, up
     ours = ffn.act(gate) * (up if ffn.up_act is None else ffn.up_act(up))
     theirs = own(both)
