@@ -32,10 +32,19 @@ def probe_layers(decoder: Decoder, observers: Mapping[int, Callable[..., Any]], 
         embedding: Any = decoder.model.get_input_embeddings()  # type: ignore[operator]
         device = execution_device(embedding) or embedding.weight.device
         tokens = torch.arange(1, LENGTH + 1, device=device)[None] % decoder.config.vocab_size
-        decoder.body(input_ids=tokens, use_cache=False)
+        decoder.body(input_ids=tokens, use_cache=False, **_positions(decoder, tokens))
     finally:
         for override in active:
             override.remove()
     missing = [index for index in observers if index not in found]
     if missing:
         raise UnsupportedModelError(f"layer {missing[0]} was not run by {type(decoder.body).__name__}")
+
+
+def _positions(decoder: Decoder, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Positions that differ in time, height and width, where the model has them (M-RoPE): equal ones hide errors."""
+    rope = getattr(decoder.config, "rope_parameters", None)
+    if not isinstance(rope, dict) or "mrope_section" not in rope:
+        return {}
+    time = torch.arange(LENGTH, device=tokens.device)
+    return {"position_ids": torch.stack((time, time % 3, time // 2))[:, None]}
