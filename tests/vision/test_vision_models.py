@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
 
 import stageprune as sp
-from helpers import CACHE, RENAMED, InFloat64, close, exact_logits, surface
+from helpers import CACHE, RENAMED, InFloat64, close, exact_logits, surface, tokens
 from reference import vision as ref
+from reference.prefill_oracle import gated_logits
 from stageprune.families.costs import prompt_flops
 from stageprune.families.decoder import find_decoder
 from stageprune.families.verify import verify_layers
@@ -215,3 +216,25 @@ def test_figures_need_a_processors_output(given: Any) -> None:
         pytest.raises(sp.SettingError, match=r"images\['640x480'\] must be what the processor returns"),
     ):
         handle.report(images={"640x480": given})
+
+
+@pytest.mark.skipif(not RENAMED, reason="transformers before 5.24 differ in what a further turn may be given")
+@every_model
+@torch.no_grad()
+def test_a_further_turn_about_the_same_image(kind: VisionModel) -> None:
+    model = kind.build()
+    inputs = kind.inputs(model, PROMPTS["one image"])
+    length = inputs["input_ids"].shape[1]
+    with InFloat64(), sp.prune(model, METHODS[0]):
+        out = model.generate(**inputs, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+        second = torch.cat((out.sequences, tokens(1, 4)), dim=1)
+        with exact_logits(model) as logits:
+            third = model.generate(
+                second, attention_mask=torch.ones_like(second), max_new_tokens=2, do_sample=False, **{CACHE: out[CACHE]}
+            )
+    positions = torch.arange(third.shape[1])[None]
+    # The last generated token is not cached yet: it is context of the second prompt.
+    closed = (positions < length - 1) | ((positions >= length + 2) & (positions < length + 6))
+    with InFloat64():
+        reference = gated_logits(model, (2, 3), closed, **ref.whole(inputs, third))[:, -3:-1]
+    assert close(torch.stack(logits, dim=1), reference) < 1e-10
