@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 
@@ -126,9 +127,19 @@ class Handle(AbstractContextManager["Handle"]):
             raise SettingError("observe() watches pruned channels; give prune() an OnlineChannelPruning(...)")
         return self._channels.observe()
 
-    def report(self, prompt_length: int = 2048) -> Report:
-        """What is skipped, and what it saves on a prompt of `prompt_length` tokens."""
-        return make_report(self._decoder, self.methods, self._prefill, self._channels, prompt_length)
+    def report(self, prompt_length: int = 2048, images: Mapping[str, Mapping[str, Any]] | None = None) -> Report:
+        """What is skipped, and what it saves on a prompt of `prompt_length` tokens.
+
+        Args:
+            prompt_length: of a prompt of text.
+            images: for vision-language models: prompts with images or videos by name, such as `"640x480"`, each what
+                the processor returns for it. Runs the vision encoder on them, to count what pruning leaves untouched.
+
+        Raises:
+            SettingError: if an entry of `images` is no processor's output.
+        """
+        with self.dense():
+            return make_report(self._decoder, self.methods, self._prefill, self._channels, prompt_length, images or {})
 
     def __enter__(self) -> Self:
         return self

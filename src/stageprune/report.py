@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
 
 from stageprune.channels.experts import PrunedExperts
 from stageprune.channels.observe import Observed
 from stageprune.channels.pruner import ChannelPruner, PrunedFFN
 from stageprune.channels.sizes import Sizes
+from stageprune.errors import SettingError
 from stageprune.families.costs import prompt_flops, values_of_a_step
 from stageprune.families.decoder import Decoder
+from stageprune.families.vision import vision_flops
 from stageprune.methods import Method
 from stageprune.prefill.skip import PrefillPruner
 
@@ -62,6 +66,47 @@ class ChannelReport:
 
 
 @dataclass(frozen=True)
+class VisionReport:
+    """The prompts of one processor's output, up to the first token.
+
+    Attributes:
+        name: as given, such as the resolution of the image.
+        batch: how many prompts.
+        prompt_length: tokens of each, with those of images and videos, and padding.
+        vision_flops: floating-point operations of the vision encoder and projector, which pruning does not touch.
+        dense_flops: of the untouched language model.
+        pruned_flops: of the pruned one.
+    """
+
+    name: str
+    batch: int
+    prompt_length: int
+    vision_flops: int
+    dense_flops: int
+    pruned_flops: int
+
+    @property
+    def vision_share(self) -> float:
+        """Share of the untouched model's operations that cannot be pruned, 0 to 1."""
+        return self.vision_flops / (self.vision_flops + self.dense_flops)
+
+    @property
+    def ideal_speedup(self) -> float:
+        """Of the time to the first token with the vision encoder included, if time went by operations alone."""
+        return (self.vision_flops + self.dense_flops) / (self.vision_flops + self.pruned_flops)
+
+    @property
+    def ideal_language_speedup(self) -> float:
+        """Likewise, with the vision encoder excluded (say, its features are cached)."""
+        return self.dense_flops / self.pruned_flops
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready data."""
+        names = ("vision_share", "ideal_speedup", "ideal_language_speedup")
+        return asdict(self) | {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
 class Report:
     """What is pruned, and what it saves.
 
@@ -80,6 +125,7 @@ class Report:
         preparation_s: what the last prompt's partitions, and what backends keep for them, took, in seconds; None if
             there was none.
         preparation_bytes: what backends keep for the last prompt, such as copies of weights.
+        vision: of each of the prompts with images or videos that were given.
     """
 
     model: str
@@ -95,6 +141,7 @@ class Report:
     extra_weight_bytes: int
     preparation_s: float | None
     preparation_bytes: int
+    vision: tuple[VisionReport, ...] = ()
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -121,6 +168,7 @@ class Report:
         """As JSON-ready data."""
         return {
             **asdict(self),
+            "vision": [part.to_dict() for part in self.vision],
             "ideal_speedup": self.ideal_speedup,
             "ideal_decode_speedup": self.ideal_decode_speedup,
             "ideal_ffn_speedup": self.ideal_ffn_speedup,
@@ -132,6 +180,8 @@ class Report:
             lines += self._prefill_lines()
         if self.channels:
             lines += self._channel_lines()
+        if self.vision:
+            lines += self._vision_lines()
         return "\n".join([*lines, f"extra weight memory: {self.extra_weight_bytes:,} bytes"])
 
     def _prefill_lines(self) -> list[str]:
@@ -142,6 +192,22 @@ class Report:
             f"prompt of {self.prompt_length} tokens: {self.dense_flops / 1e9:.1f} GFLOP dense, "
             f"{self.pruned_flops / 1e9:.1f} GFLOP pruned, ideal speed-up {self.ideal_speedup:.2f}x",
         ]
+
+    def _vision_lines(self) -> list[str]:
+        width = max(len("image"), *(len(part.name) for part in self.vision))
+        lines = [
+            "vision encoder and projector are untouched; GFLOP up to the first token, and ideal speed-up with them and "
+            "without:",
+            f"{'image':<{width}} {'tokens':>7} {'vision':>9} {'dense':>9} {'pruned':>9} {'untouched':>9} "
+            f"{'with':>6} {'without':>7}",
+        ]
+        for part in self.vision:
+            flops = (part.vision_flops, part.dense_flops, part.pruned_flops)
+            lines.append(
+                f"{part.name:<{width}} {part.prompt_length:>7} {' '.join(f'{count / 1e9:>9.1f}' for count in flops)} "
+                f"{part.vision_share:>9.1%} {part.ideal_speedup:>5.2f}x {part.ideal_language_speedup:>6.2f}x"
+            )
+        return lines
 
     def _channel_lines(self) -> list[str]:
         backends = ", ".join(self.backends)
@@ -189,13 +255,18 @@ def make_report(
     prefill: PrefillPruner | None,
     channels: ChannelPruner | None,
     prompt_length: int,
+    images: Mapping[str, Mapping[str, Any]],
 ) -> Report:
-    """Collect the figures; see `Report`."""
+    """Collect the figures; see `Report` and `Handle.report`."""
     pruned = channels.parts if channels else []
     parts = tuple(_channel_report(part, channels is not None and part in channels.shared.values()) for part in pruned)
     skipped = prefill.context_free if prefill else ()
     saved = sum(part.prompt_saving for part in pruned if part.index not in skipped)
     step = values_of_a_step(decoder, prompt_length)
+
+    def pruned_flops(length: int) -> int:
+        return prompt_flops(decoder, length, skipped) - 2 * (length - 1) * saved
+
     return Report(
         model=type(decoder.model).__name__,
         methods=tuple(method.to_dict() for method in methods),
@@ -203,11 +274,31 @@ def make_report(
         skipped_layers=prefill.skipped if prefill else (),
         prompt_length=prompt_length,
         dense_flops=prompt_flops(decoder, prompt_length),
-        pruned_flops=prompt_flops(decoder, prompt_length, skipped) - 2 * (prompt_length - 1) * saved,
+        pruned_flops=pruned_flops(prompt_length),
         dense_step_values=step,
         pruned_step_values=step - sum(part.dense_weights - part.weights for part in parts),
         channels=parts,
         extra_weight_bytes=(channels.weight_bytes if channels else 0) + (prefill.weight_bytes if prefill else 0),
         preparation_s=channels.preparation_s if channels else None,
         preparation_bytes=channels.preparation_bytes if channels else 0,
+        vision=tuple(_vision(decoder, name, inputs, pruned_flops) for name, inputs in images.items()),
+    )
+
+
+def _vision(decoder: Decoder, name: str, inputs: Mapping[str, Any], pruned_flops: Callable[[int], int]) -> VisionReport:
+    tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
+        given = sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
+        raise SettingError(
+            f"images[{name!r}] must be what the processor returns for a prompt, with input_ids as a 2-D tensor; got "
+            f"{given}"
+        )
+    batch, length = tokens.shape
+    return VisionReport(
+        name=name,
+        batch=batch,
+        prompt_length=length,
+        vision_flops=vision_flops(decoder, inputs),
+        dense_flops=batch * prompt_flops(decoder, length),
+        pruned_flops=batch * pruned_flops(length),
     )

@@ -30,7 +30,7 @@ def probe_layers(decoder: Decoder, observers: Mapping[int, Callable[..., Any]], 
     active = [MethodOverride(decoder.layers[index], "forward", observer) for index, observer in observers.items()]
     try:
         tokens = torch.arange(1, LENGTH + 1, device=input_device(decoder))[None] % decoder.config.vocab_size
-        decoder.body(input_ids=tokens, use_cache=False)
+        decoder.body(input_ids=tokens, use_cache=False, **_positions(decoder, tokens))
     finally:
         for override in active:
             override.remove()
@@ -43,3 +43,12 @@ def input_device(decoder: Decoder) -> torch.device:
     """Where the model wants its tokens, also when accelerate keeps its weights elsewhere."""
     embedding: Any = decoder.model.get_input_embeddings()  # type: ignore[operator]
     return execution_device(embedding) or embedding.weight.device
+
+
+def _positions(decoder: Decoder, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Positions that differ in time, height and width, where the model has them (M-RoPE): equal ones hide errors."""
+    rope = getattr(decoder.config, "rope_parameters", None)
+    if not isinstance(rope, dict) or "mrope_section" not in rope:
+        return {}
+    time = torch.arange(LENGTH, device=tokens.device)
+    return {"position_ids": torch.stack((time, time % 3, time // 2))[:, None]}
