@@ -36,6 +36,8 @@ def test_what_was_saved_is_loaded(tmp_path: Path, ratio, scores, contiguous) -> 
 def test_no_method_is_no_setting(tmp_path: Path) -> None:
     with pytest.raises(sp.SettingError, match="got dict"):
         sp.save_settings(tmp_path / "s.json", {"ratio": 0.5})  # type: ignore[arg-type]
+    with pytest.raises(sp.SettingError, match="once"):
+        sp.save_settings(tmp_path / "s.json", METHODS[0], METHODS[0])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -88,11 +88,14 @@ def save_settings(path: str | Path, *methods: Method, model: nn.Module | None = 
 
     Raises:
         OutputFileError: if the file cannot be written.
-        SettingError: if a method is no method.
+        SettingError: if a method is no method, or given twice.
     """
     for method in methods:
         if type(method) not in _METHODS.values():
             raise SettingError(f"expected a method such as PrefillOnlyPruning(...), got {type(method).__name__}")
+    kinds = [method.kind for method in methods]
+    if len(set(kinds)) != len(kinds):
+        raise SettingError(f"each method can be given once, got {', '.join(kinds)}")
     SettingsFile(methods, None if model is None else identity(model)).save(path)
 
 

@@ -321,6 +321,7 @@ def test_a_damaged_partial_file_is_refused(command, tiny: Path, interrupted: Pat
         (("-o", "missing/fit"), 1, "missing"),
         (("-o", "."), 1, "cannot write"),
         (("-o", ""), 1, "cannot write"),
+        (("-o", "a" * 244), 1, "File name too long"),
     ],
     ids=lambda value: "-".join(value).strip("-") if isinstance(value, tuple) else None,
 )
@@ -332,6 +333,14 @@ def test_wrong_options(command, tiny: Path, tmp_path: Path, monkeypatch, options
     assert len(result.err.splitlines()) == 1
     assert message in result.err
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_a_partial_file_whose_name_is_taken(command, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "fit.partial").mkdir()
+    result = command("calibrate", tiny, *OPTIONS, "--samples", "2", "-o", tmp_path / "fit")
+    assert result.code == 1
+    assert "fit.partial': it is a folder" in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["fit.partial"]
 
 
 def test_wrong_use(command, tiny: Path, fitted: Path, tmp_path: Path) -> None:

@@ -262,6 +262,20 @@ def test_wrong_options(command, tiny: Path, files: Path, arguments, code: int, m
     assert sorted(path.name for path in files.iterdir()) == before
 
 
+@pytest.mark.parametrize("name", ["plan", "analyze"])
+def test_what_is_read_is_not_overwritten(command, tiny: Path, importance: Path, tmp_path: Path, name: str) -> None:
+    data = tmp_path / "mine.txt"
+    data.write_text("a t a t " * 50)
+    scores = importance.read_bytes()
+    arguments = ["plan", tiny, "--max-kl", "1"] if name == "plan" else ["analyze", tiny]
+    for option, file in [("--data", data), ("--importance", importance)][: 2 if name == "plan" else 1]:
+        result = command(*arguments, option, file, "-o", file)
+        assert result.code == 2, result.err
+        assert f"--output would overwrite the file of {option}" in result.err
+    assert data.read_text() == "a t a t " * 50
+    assert importance.read_bytes() == scores
+
+
 def test_too_many_subsets(command, deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stageprune.evaluate.candidates.MOST_SUBSETS", 4)
     result = command("plan", deep, "--max-kl", "1", "--search", "subsets", *OPTIONS, "-o", tmp_path / "s.json")

@@ -405,6 +405,31 @@ def test_names_that_cannot_be_written(folder: Path, tmp_path: Path, taken: str, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "fit", "folder"]
 
 
+def test_only_a_folder_of_projections_alone_is_replaced(folder: Path, tmp_path: Path) -> None:
+    """`stageprune plan` writes a `stageprune.json`, too, which can lie beside a checkpoint."""
+    projections = KVProjections.load(folder)
+    (tmp_path / "model").mkdir()
+    sp.save_settings(tmp_path / "model" / RECORD, sp.PrefillOnlyPruning())
+    (folder / "notes.txt").write_text("mine")
+    for target in (tmp_path / "model", folder):
+        before = {path.name: path.read_bytes() for path in target.iterdir()}
+        with pytest.raises(OutputFileError, match="something else has that name"):
+            projections.save(target)
+        assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fit", "model"]
+
+
+def test_a_link_to_a_folder_stays_a_link(folder: Path, tmp_path: Path) -> None:
+    projections = KVProjections.load(folder)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for _ in range(2):
+        projections.save(tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "real" / TENSORS).read_bytes() == (folder / TENSORS).read_bytes()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["fit", "link", "real"]
+
+
 def test_a_write_that_fails_leaves_the_earlier_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from stageprune.prefill import projections
 

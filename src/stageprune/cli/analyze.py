@@ -80,7 +80,7 @@ def analyze(
     The squared gradient of a layer's virtual gate, over responses that the model itself samples: about twice the loss
     that removing the layer from one stage alone would cost, in squared nats.
     """
-    _check_files(output_file, plot)
+    _check_files(output_file, plot, data)
     set_threads(threads)
     loaded = load_model(model, dtype, device)
 
@@ -165,8 +165,8 @@ def analyze(
         _show(result)
 
 
-def _check_files(output_file: Path | None, plot: Path | None) -> None:
-    check_outputs({"--output": output_file, "--plot": plot})
+def _check_files(output_file: Path | None, plot: Path | None, data: str | None) -> None:
+    check_outputs({"--output": output_file, "--plot": plot}, {"--data": data})
     if plot is None:
         return
     from stageprune.evaluate.figure import check_figure

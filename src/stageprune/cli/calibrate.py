@@ -90,16 +90,17 @@ def calibrate(
         raise UsageProblem("calibrate writes a folder; name it with --output")
     method = options.LayerOptions(layers, importance, contiguous).method(ratio)
 
+    from stageprune.evaluate.sums_file import SumsFile, check_partial
     from stageprune.prefill.projections import KVProjections, check_folder, identity
 
     check_folder(output_folder)
+    check_partial(output_folder)
     set_threads(threads)
     loaded = load_model(model, dtype, device)
 
     from stageprune.evaluate.calibration import Reading, check_rank, count_held_out, solve
     from stageprune.evaluate.fingerprint import fingerprint
     from stageprune.evaluate.samples import load_prompts
-    from stageprune.evaluate.sums_file import SumsFile
     from stageprune.evaluate.system import system_info
     from stageprune.families.decoder import find_decoder
     from stageprune.methods import PrefillOnlyPruning

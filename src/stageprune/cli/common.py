@@ -57,8 +57,14 @@ def quiet() -> None:
         gguf_reader.tqdm = functools.partial(gguf_reader.tqdm, disable=True)
 
 
-def check_outputs(files: Mapping[str, Path | None]) -> list[Path]:
+def check_outputs(
+    files: Mapping[str, Path | None], inputs: Mapping[str, Path | str | None] | None = None
+) -> list[Path]:
     """The result files that the user named, by option; found out beforehand whether they can be written.
+
+    Args:
+        files: to be written.
+        inputs: that are read, and must not be overwritten.
 
     Raises:
         OutputFileError: if one cannot be written.
@@ -70,6 +76,10 @@ def check_outputs(files: Mapping[str, Path | None]) -> list[Path]:
     for (first, path), (second, other) in combinations(given.items(), 2):
         if path.absolute() == other.absolute():
             raise UsageProblem(f"{first} and {second} name the same file {str(other)!r}")
+    for option, source in (inputs or {}).items():
+        for result, path in given.items():
+            if source is not None and os.path.realpath(os.path.expanduser(source)) == os.path.realpath(path):
+                raise UsageProblem(f"{result} would overwrite the file of {option}, {str(source)!r}")
     return list(given.values())
 
 

@@ -116,7 +116,7 @@ def plan(
     """
     if max_kl is None and min_agreement is None:
         raise UsageProblem("a plan needs a bound: --max-kl, such as 0.05, or --min-agreement, such as 0.9")
-    check_outputs({"--output": output_file})
+    check_outputs({"--output": output_file}, {"--importance": importance, "--data": data})
     scores = None if importance is None else Importance.load(importance)
     set_threads(threads)
     loaded = load_model(model, dtype, device)

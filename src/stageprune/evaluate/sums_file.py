@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from stageprune.errors import ResultFileError
 from stageprune.evaluate.checkpoint import Identity, check_same
-from stageprune.files import OutputFileError, default_mode
+from stageprune.files import OutputFileError, check_writable, default_mode
 from stageprune.records import check_record, digest, sealed
 
 KIND, VERSION = "stageprune-calibration-partial", 1
@@ -34,7 +34,7 @@ class SumsFile:
     """
 
     def __init__(self, output: Path, identity: Identity) -> None:
-        self.path = output.with_name(f"{output.name}.partial")
+        self.path, self._fresh = _names(output)
         self._identity = identity
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -83,8 +83,7 @@ class SumsFile:
             "samples": samples,
             "sha256": _checksum(copies),
         }
-        # A fixed name: what a killed process leaves behind is overwritten by the next.
-        fresh = self.path.with_name(f".{self.path.name}.new")
+        fresh = self._fresh
         try:
             save_file(copies, fresh, metadata={"record": json.dumps(sealed(KIND, VERSION, record))})
             fresh.chmod(default_mode())
@@ -98,8 +97,23 @@ class SumsFile:
 
     def remove(self) -> None:
         """The result is written: nothing to go on with."""
-        for path in (self.path, self.path.with_name(f".{self.path.name}.new")):
+        for path in (self.path, self._fresh):
             path.unlink(missing_ok=True)
+
+
+def check_partial(output: Path) -> None:
+    """Find out before a long calibration that its partial file cannot be written.
+
+    Raises:
+        OutputFileError: if that is so, as with a name that is too long.
+    """
+    for path in _names(output):
+        check_writable(path)
+
+
+def _names(output: Path) -> tuple[Path, Path]:
+    """`FOLDER.partial` and its next state. Fixed names: what a killed process leaves is overwritten by the next."""
+    return output.with_name(f"{output.name}.partial"), output.with_name(f".{output.name}.partial.new")
 
 
 def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -111,6 +111,7 @@ class KVProjections:
             OutputFileError: if it cannot be written, or something else has that name.
         """
         check_folder(folder)
+        folder = _target(folder)
         tensors: dict[str, torch.Tensor] = {}
         for index, one in self.corrections.items():
             tensors[f"layers.{index}.bias"] = one.bias.contiguous()
@@ -235,13 +236,19 @@ def check_folder(folder: Path) -> None:
     Raises:
         OutputFileError: if the name is taken by something else, or cannot be made.
     """
-    absolute = folder.absolute()
     if folder.name in ("", ".."):
         raise OutputFileError(f"cannot write {str(folder)!r}: give a folder by its name")
-    if os.path.lexists(absolute) and not (absolute / RECORD).is_file() and not _is_empty(absolute):
+    target = _target(folder)
+    if os.path.lexists(target) and not _is_replaceable(target):
         raise OutputFileError(f"cannot write {str(folder)!r}: something else has that name")
-    check_writable(absolute.with_name(f".{absolute.name}.new.json"))
+    check_writable(target.with_name(f".{target.name}.new.json"))
 
 
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and next(folder.iterdir(), None) is None
+def _target(folder: Path) -> Path:
+    """Where the folder really lies: a link to it stays a link."""
+    return Path(os.path.realpath(folder)) if folder.is_dir() else folder.absolute()
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """Whether a folder is empty or holds K/V projections alone: `stageprune.json` may also lie beside a checkpoint."""
+    return folder.is_dir() and {path.name for path in folder.iterdir()} in (set(), {TENSORS, RECORD})
