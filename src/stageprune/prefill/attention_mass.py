@@ -40,19 +40,20 @@ def attention_mass(model: Any, layers: Mapping[int, nn.Module]) -> Iterator[dict
     """
     found: dict[int, torch.Tensor] = {}
 
-    def watch(index: int, layer: nn.Module) -> MethodOverride:
+    def watch(index: int, module: nn.Module) -> MethodOverride:
         def call(forward: Any, *args: Any, **kwargs: Any) -> Any:
             outputs = forward(*args, **kwargs)
             found[index] = _mass(index, outputs)
             return outputs
 
-        return MethodOverride(_attention(index, layer), "forward", call)
+        return MethodOverride(module, "forward", call)
 
     if not layers:
         yield found
         return
+    attention = {index: _attention(index, layer) for index, layer in layers.items()}
     before = model.config._attn_implementation
-    overrides = [watch(index, layer) for index, layer in layers.items()]
+    overrides = [watch(index, module) for index, module in attention.items()]
     try:
         model.set_attn_implementation("eager")
         yield found
