@@ -25,6 +25,7 @@ from stageprune.evaluate.clock import timed_generate
 from stageprune.evaluate.system import system_info
 from stageprune.files import write_file
 from stageprune.models import load
+from stageprune.overrides import MethodOverride
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,26 +36,18 @@ def ffn_clock(model: Any) -> Iterator[list[float]]:
     seconds: list[float] = []
     modules = [layer.mlp for layer in model.model.layers]
 
-    def timed(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            output = forward(*args, **kwargs)
-            seconds.append(time.perf_counter() - start)
-            return output
+    def timed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        output = forward(*args, **kwargs)
+        seconds.append(time.perf_counter() - start)
+        return output
 
-        return call
-
-    before = [vars(module).get("forward") for module in modules]
-    for module in modules:
-        module.forward = timed(module.forward)
+    active = [MethodOverride(module, "forward", timed) for module in modules]
     try:
         yield seconds
     finally:
-        for module, forward in zip(modules, before, strict=True):
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
+        for override in reversed(active):
+            override.remove()
 
 
 def turn(model: Any, handle: sp.Handle, prompt: torch.Tensor, new_tokens: int, dense: bool) -> tuple[float, float]:
@@ -108,7 +101,7 @@ def main() -> None:
             )
             print(json.dumps(cells[-1]), flush=True)
     content = {"system": system_info(), "dtype": "bfloat16", "new_tokens": options.new_tokens, "cells": cells}
-    write_file(options.out, (json.dumps(content, indent=2) + "\n").encode())
+    write_file(options.out, json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -141,12 +141,12 @@ def main() -> None:
     print(table(data), kinds_table(data), sep="\n\n")
 
 
-def overall(point: dict[str, Any]) -> tuple[float, float, float, list[float]]:
-    """KL, its standard error over prompts, agreement, and KL of each prompt, over all kinds: they have equal shares."""
+def overall(point: dict[str, Any]) -> tuple[float, float, float]:
+    """KL, its standard error over prompts, and agreement, over all kinds: they have equal shares."""
     kinds = point["kinds"].values()
     each = [kl for kind in kinds for kl in kind["kl_per_prompt"]]
     mean = sum(each) / len(each)
-    return mean, standard_error(each), sum(kind["agreement"] for kind in kinds) / len(kinds), each
+    return mean, standard_error(each), sum(kind["agreement"] for kind in kinds) / len(kinds)
 
 
 def table(data: dict[str, Any]) -> str:
@@ -165,7 +165,7 @@ def table(data: dict[str, Any]) -> str:
     for name, point in data["points"].items():
         if point["settings"]["text"] not in (None, "default"):
             continue
-        kl, error, agreement, _ = overall(point)
+        kl, error, agreement = overall(point)
         own = overall(data["points"][f"{name.split(',')[0]}, own weights"])[0]
         lines.append(
             f"| {name} | {kl:.3f} ({kl - 1.96 * error:.3f}-{kl + 1.96 * error:.3f}) | {kl / own:.2f} "

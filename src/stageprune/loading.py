@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from stageprune.errors import SettingError
-from stageprune.methods import PrefillOnlyPruning
 from stageprune.models import load as load_model
-from stageprune.prefill.projections import RECORD, KVProjections
+from stageprune.prefill.projections import RECORD, fitted_setting
 
 
 def load(name: str | os.PathLike[str], **options: Any) -> Any:
@@ -32,7 +31,7 @@ def load(name: str | os.PathLike[str], **options: Any) -> Any:
         return load_model(name, **options)
     if options:
         raise SettingError(f"{os.fspath(name)!r} holds fitted K/V projections; {next(iter(options))} is about a model")
-    return PrefillOnlyPruning(layers=KVProjections.load(name).layers, projections=os.fspath(name))
+    return fitted_setting(name)
 
 
 def is_projections(name: Any) -> bool:

@@ -154,9 +154,9 @@ class LayerOptions:
             raise UsageProblem(
                 f"--projections {str(projections)!r} says which layers are skipped: --ratio and --layers cannot apply"
             )
-        from stageprune.prefill.projections import KVProjections
+        from stageprune.prefill.projections import fitted_setting
 
-        return PrefillOnlyPruning(layers=KVProjections.load(projections).layers, projections=str(projections))
+        return fitted_setting(projections)
 
     def check(self, model: nn.Module) -> None:
         """Refuse importance scores of another model.

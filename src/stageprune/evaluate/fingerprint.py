@@ -28,10 +28,7 @@ def fingerprint(model: Any) -> str:
     checksum.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
         checksum.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        if parameter.device.type != "meta":
-            flat = parameter.detach().reshape(-1)
-            step = max(1, flat.numel() // _PER_TENSOR)
-            checksum.update(flat[::step].to("cpu", torch.float64).numpy().tobytes())
+        checksum.update(_elements(parameter, torch.float64))
     return checksum.hexdigest()
 
 
@@ -74,8 +71,15 @@ def _weights(model: Any) -> str:
     checksum = hashlib.sha256()
     for name, parameter in model.named_parameters():
         checksum.update(f"{name} {tuple(parameter.shape)}".encode())
-        if parameter.device.type != "meta":
-            flat = parameter.detach().reshape(-1)
-            step = max(1, flat.numel() // _PER_TENSOR)
-            checksum.update(flat[::step].to("cpu", torch.bfloat16).float().numpy().tobytes())
+        checksum.update(_elements(parameter, torch.bfloat16))
     return checksum.hexdigest()
+
+
+def _elements(parameter: torch.Tensor, dtype: torch.dtype) -> bytes:
+    """64 of its elements or a few more, as they are in this type; nothing if it is offloaded."""
+    if parameter.device.type == "meta":
+        return b""
+    flat = parameter.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _PER_TENSOR)].to("cpu", dtype)
+    # numpy has no bfloat16.
+    return (some.float() if dtype == torch.bfloat16 else some).numpy().tobytes()

@@ -26,6 +26,7 @@ from stageprune.families.verify import VerifiedLayer, verify_layers
 from stageprune.overrides import MethodOverride
 from stageprune.prefill.attention_mass import attention_mass
 from stageprune.prefill.fitted import exact_device, own_weights
+from stageprune.prefill.layers import runs_of
 
 
 @dataclass
@@ -184,10 +185,7 @@ class Fitter:
 
 def first_of_runs(skipped: Sequence[int]) -> dict[int, int]:
     """For each skipped layer the first of its run of consecutive ones: where the hidden state comes from."""
-    first: dict[int, int] = {}
-    for index in sorted(skipped):
-        first[index] = first.get(index - 1, index)
-    return first
+    return {index: run[0] for run in runs_of(sorted(skipped)) for index in run}
 
 
 def _normed(one: VerifiedLayer, hidden_states: torch.Tensor) -> torch.Tensor:

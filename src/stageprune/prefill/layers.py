@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 
 from stageprune.errors import SettingError
@@ -58,3 +58,14 @@ def least_important(scores: Sequence[float], count: int, contiguous: bool) -> tu
     starts = range(len(scores) - count, -1, -1)
     start = min(starts, key=lambda start: sum(exact[start : start + count], Fraction()))
     return tuple(range(start, start + count))
+
+
+def runs_of(indices: Sequence[int], ends: Collection[int] = ()) -> list[list[int]]:
+    """Maximal stretches of consecutive indices (ascending ones); none goes on behind one of `ends`."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][-1] == index - 1 and index - 1 not in ends:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs

@@ -24,6 +24,7 @@ from stageprune.errors import ResultFileError, UnsupportedModelError
 from stageprune.families.decoder import Decoder
 from stageprune.families.verify import VerifiedLayer
 from stageprune.files import OutputFileError, check_writable, default_mode
+from stageprune.methods import PrefillOnlyPruning
 from stageprune.prefill.fitted import FittedProjection, OwnWeights, own_weights
 from stageprune.prefill.fitting import Sums
 from stageprune.records import read_record, write_record
@@ -190,6 +191,15 @@ class KVProjections:
             bias = (weights.bias + correction.bias.to(weights.bias)).to(one.device, one.dtype)
             fitted[index] = replace(one, project=FittedProjection(one.project, matrix, bias, weights.keys))
         return fitted
+
+
+def fitted_setting(folder: str | os.PathLike[str]) -> PrefillOnlyPruning:
+    """The setting that skips the layers of a folder of projections, with these.
+
+    Raises:
+        ResultFileError: as `KVProjections.load`.
+    """
+    return PrefillOnlyPruning(layers=KVProjections.load(folder).layers, projections=os.fspath(folder))
 
 
 def identity(decoder: Decoder, own: Mapping[int, OwnWeights]) -> dict[str, Any]:

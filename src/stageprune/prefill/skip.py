@@ -13,7 +13,7 @@ any layer is skipped the last one is treated like a skipped layer, too; the resu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from stageprune.families.verify import VerifiedLayer, verify_layers
 from stageprune.methods import PrefillOnlyPruning
 from stageprune.overrides import MethodOverride
 from stageprune.prefill.fitted import FittedProjection
-from stageprune.prefill.layers import skipped_layers
+from stageprune.prefill.layers import runs_of, skipped_layers
 from stageprune.prefill.projections import KVProjections
 from stageprune.stages import Stage, StageTracker
 
@@ -62,7 +62,7 @@ class PrefillPruner:
         if self.method.projections is not None:
             verified = self._fitted(decoder, verified, self.method.projections)
         layers = []
-        for run in _runs(self.context_free, decoder.whole):
+        for run in runs_of(self.context_free, decoder.whole):
             for index in run:
                 skipped = index in self.skipped
                 kind = UnprojectedLayer if skipped and not self.method.kv_projection else SkippedLayer
@@ -210,17 +210,6 @@ def _check_unprojected(decoder: Decoder, skipped: Sequence[int]) -> None:
                 f"kv_projection=False cannot skip layer {first}: it is the first of its kind ({kind}), and the model "
                 "reads its cache to place all positions; choose deeper layers"
             )
-
-
-def _runs(indices: Sequence[int], ends: Collection[int]) -> list[list[int]]:
-    """Maximal stretches of consecutive indices; none goes on behind one of `ends`."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][-1] == index - 1 and index - 1 not in ends:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return runs
 
 
 def _as_tuple(outputs: Any) -> tuple[Any, ...]:
