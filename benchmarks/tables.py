@@ -12,6 +12,7 @@ A test checks that the committed documents are what this script writes. The resu
     python benchmarks/fitted.py
     python benchmarks/fitted_speed.py
     python benchmarks/importance.py importance.json  (of stageprune analyze, see there)
+    python benchmarks/trained.py
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ def documents() -> dict[Path, str]:
     import fitted
     import fitted_speed
     import importance
+    import trained
     from ablation import table
 
     import channels
@@ -154,8 +156,14 @@ def documents() -> dict[Path, str]:
     scores = importance.table(json.loads((results / "importance.json").read_text()))
     speeds = fitted_speed.table(json.loads((results / "fitted-speed.json").read_text()))
     fitted_text = with_section(fitted_text, "fitted-speed", speeds)
+    small = ROOT / "docs" / "trained.md"
+    learned = json.loads((results / "trained.json").read_text())
+    small_text = small.read_text()
+    for name in learned:
+        small_text = with_section(small_text, name, trained.table(learned, name))
     return {
         page: text,
+        small: small_text,
         layers: with_section(layers.read_text(), "importance", scores),
         calibrate: with_section(fitted_text, "fitted-kinds", fitted.kinds_table(fits)),
         readme: with_section(readme.read_text(), "speed", speed),
