@@ -2,8 +2,8 @@
 
 A prompt is `<begin> task letters... =`, its answer letters and `<end>`:
 
-    copy b d a = b d a          reverse b d a = a d b          sort b d a = a b d
-    lookup b x d y a z ? d b = y x          (the letters after the keys d and b)
+    copy b d a = b d a        reverse b d a = a d b        sort b d a = a b d
+    shift-2 b d a = d f c     (each letter advanced by 1 to 4, the last one followed by the first)
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-LETTERS = tuple(range(8, 32))
-PAD, BEGIN, END, EQUALS, QUERY = range(5)
+LETTERS = range(8, 32)
+PAD, BEGIN, END, EQUALS = range(4)
 VOCAB_SIZE = 40
-TASKS = {"copy": 32, "reverse": 33, "sort": 34, "lookup": 35}
-LIST_LENGTHS = range(6, 13)
-PAIRS, ASKED = range(5, 9), 4
+TASKS = {"copy": 32, "reverse": 33, "sort": 34, "shift": 35}
+SHIFTS = range(1, 5)  # shift-1 is token 35, and so on
+LENGTHS = range(6, 15)
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,12 @@ class Example:
 def example(generator: random.Random, task: str | None = None) -> Example:
     """A random example, of a random task if none is named."""
     task = task or generator.choice(list(TASKS))
-    if task == "lookup":
-        keys = generator.sample(LETTERS, generator.choice(PAIRS))
-        table = {key: generator.choice(LETTERS) for key in keys}
-        asked = generator.sample(keys, ASKED)
-        body = [*(token for pair in table.items() for token in pair), QUERY, *asked]
-        answer = [table[key] for key in asked]
-    else:
-        body = [generator.choice(LETTERS) for _ in range(generator.choice(LIST_LENGTHS))]
-        answer = {"copy": body, "reverse": body[::-1], "sort": sorted(body)}[task]
-    return Example(task, (BEGIN, TASKS[task], *body, EQUALS), (*answer, END))
+    letters = [generator.choice(LETTERS) for _ in range(generator.choice(LENGTHS))]
+    shift = generator.choice(SHIFTS) if task == "shift" else 0
+    answer = {"reverse": letters[::-1], "sort": sorted(letters)}.get(task, [shifted(one, shift) for one in letters])
+    return Example(task, (BEGIN, TASKS[task] + max(shift - 1, 0), *letters, EQUALS), (*answer, END))
+
+
+def shifted(letter: int, by: int) -> int:
+    """The letter that comes `by` places later."""
+    return LETTERS[(letter - LETTERS[0] + by) % len(LETTERS)]

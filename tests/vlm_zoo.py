@@ -101,6 +101,23 @@ def _qwen3_vl(**text: Any) -> Any:
     )
 
 
+def _qwen3_vl_moe(**text: Any) -> Any:
+    """Experts in all layers but the third."""
+    vision = _QWEN | dict(
+        depth=3, hidden_size=16, intermediate_size=24, out_hidden_size=32, num_position_embeddings=16,
+        deepstack_visual_indexes=[0, 2],
+    )  # fmt: skip
+    rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 2, 2], mrope_interleaved=True)
+    experts = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[2])
+    config = transformers.Qwen3VLMoeConfig(
+        text_config=TEXT | dict(head_dim=12, rope_parameters=rope, **experts) | text,
+        vision_config=vision,
+        **_special(),
+    )
+    config._experts_implementation = config.text_config._experts_implementation = "eager"  # others: no float64
+    return config
+
+
 def _qwen2_vl(**text: Any) -> Any:
     vision = _QWEN | dict(embed_dim=16, hidden_size=32, mlp_ratio=2)
     return transformers.Qwen2VLConfig(
@@ -212,7 +229,7 @@ def _pixels(*shape: int, seed: int) -> torch.Tensor:
 def _qwen_layout(model: Any, prompts: Sequence[Sequence[Part]]) -> dict[str, torch.Tensor]:
     """Pixels as rows of patches; Qwen3-VL writes the frames of a video apart, with their time in between."""
     grids: dict[str, list[list[int]]] = {"image": [], "video": []}
-    timed = model.config.model_type == "qwen3_vl"
+    timed = model.config.model_type.startswith("qwen3_vl")
 
     def media(part: Any) -> list[int]:
         kind, *grid = part if part[0] == "video" else (part[0], 1, *part[1:])
@@ -290,6 +307,9 @@ def _count(prompts: Sequence[Sequence[Part]]) -> int:
 
 VISION_MODELS = [
     VisionModel("qwen3-vl", "Qwen3VLForConditionalGeneration", _qwen3_vl, _qwen_layout, videos=True, mrope=True),
+    VisionModel(
+        "qwen3-vl-moe", "Qwen3VLMoeForConditionalGeneration", _qwen3_vl_moe, _qwen_layout, videos=True, mrope=True
+    ),
     VisionModel("qwen2-vl", "Qwen2VLForConditionalGeneration", _qwen2_vl, _qwen_layout, videos=True, mrope=True),
     VisionModel("qwen2.5-vl", "Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl, _qwen_layout, True, True),
     VisionModel("gemma3", "Gemma3ForConditionalGeneration", _gemma3, _gemma3_layout),
