@@ -14,6 +14,7 @@ from stageprune.errors import (
     StagePruneError,
     UnsupportedModelError,
 )
+from stageprune.image_encoders import ImageEncoderHandle, ImageReport
 from stageprune.methods import OnlineChannelPruning, PrefillOnlyPruning
 from stageprune.prefill.importance import Importance
 from stageprune.pruning import Handle, handle_of, prune
@@ -30,6 +31,8 @@ __all__ = [
     "AlreadyPrunedError",
     "DataError",
     "Handle",
+    "ImageEncoderHandle",
+    "ImageReport",
     "Importance",
     "LoadedModel",
     "ModelLoadError",

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self, overload
 
 from torch import nn
 
 from stageprune.channels.pruner import ChannelPruner
 from stageprune.errors import AlreadyPrunedError, SettingError, UnsupportedModelError
 from stageprune.families.decoder import find_decoder
+from stageprune.families.image_encoder import find_image_encoder
+from stageprune.image_encoders import ImageEncoderHandle, image_handle_of, prune_image_encoder
 from stageprune.methods import Method, OnlineChannelPruning, PrefillOnlyPruning
 from stageprune.overrides import overridden, override_owner
 from stageprune.prefill.skip import PrefillPruner
@@ -19,14 +21,31 @@ from stageprune.report import Report, make_report
 from stageprune.stages import StageTracker
 
 
-def prune(model: nn.Module, *methods: Method) -> Handle:
+class SegmentsImages(Protocol):
+    """A model that has an image encoder instead of a decoder, such as `SamModel`."""
+
+    vision_encoder: Any
+
+
+@overload
+def prune(model: nn.Module, *methods: Method) -> Handle: ...
+
+
+@overload
+def prune(model: SegmentsImages, *methods: Method) -> ImageEncoderHandle: ...
+
+
+def prune(model: Any, *methods: Method) -> Handle | ImageEncoderHandle:
     """Attach pruning methods to a model, in place; its weights are not touched.
 
     `model.generate()` is pruned from now on, until the handle is removed or its `with` block ends; then the model is
     the original again, bit for bit. A plain `model(...)` stays dense, unless it runs inside `handle.stage(prefill=n)`.
 
+    Segment Anything (`SamModel`, `SamHQModel`, or their encoders alone) has no generation: with
+    `OnlineChannelPruning`, every call is pruned, each image (or batch, see `scope`) by its own activations.
+
     Args:
-        model: a decoder-only causal language model of transformers, in evaluation mode.
+        model: a decoder-only causal language model of transformers, or an image encoder, in evaluation mode.
         methods: the settings, such as `PrefillOnlyPruning(ratio=1/3)`; at most one of each kind.
 
     Returns:
@@ -41,6 +60,9 @@ def prune(model: nn.Module, *methods: Method) -> Handle:
     """
     _check_methods(methods)
     model = _unwrapped(model)
+    images = find_image_encoder(model)
+    if images is not None:
+        return prune_image_encoder(images, methods)
     decoder = find_decoder(model)
     if overridden((model, *decoder.layers), "forward"):
         raise AlreadyPrunedError(
@@ -54,8 +76,11 @@ def prune(model: nn.Module, *methods: Method) -> Handle:
     return Handle(model, methods)
 
 
-def handle_of(model: nn.Module) -> Handle | None:
+def handle_of(model: nn.Module) -> Handle | ImageEncoderHandle | None:
     """The handle that `prune()` returned for this model; None if it is not pruned."""
+    images = find_image_encoder(_unwrapped(model))
+    if images is not None:
+        return image_handle_of(images)
     owner = override_owner(_unwrapped(model), "generate")
     return owner if isinstance(owner, Handle) else None
 

@@ -19,7 +19,13 @@ from stageprune.errors import UnsupportedModelError
 _PLACES = ("mlp", "feed_forward", "ffn")
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _FUSED = (("gate_up_proj", "down_proj"),)
-_UNGATED = (("up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h"), ("c_fc", "c_proj"), ("fc1", "fc2"))
+_UNGATED = (
+    ("up_proj", "down_proj"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+    ("c_fc", "c_proj"),
+    ("fc1", "fc2"),
+    ("lin1", "lin2"),
+)
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 
