@@ -62,6 +62,7 @@ def test_settings_are_frozen_and_hashable() -> None:
 
 WRONG = [
     *[dict(ratio=ratio) for ratio in (-0.1, 1, 1.0, 33, math.nan, math.inf, -math.inf)],
+    dict(ratio=10**400),
     *[dict(ratio=ratio) for ratio in ("1/3", None, True, [0.3], {}, 0.3j, b"0.3")],
     *[dict(layers=layers) for layers in ("deep", "", "LAST", "0,1", 3, 2.5, None, {1, 2}, {"a": 1}, range)],
     *[dict(layers=layers) for layers in ([-1], [0, -3], [1, 1], [1.0], ["1"], [None], [True], [[1]], [0.5, 1])],

@@ -154,6 +154,38 @@ def test_generate_with_channels_answers_as_the_library_does(command, tiny: Path)
     assert "of the weights of 2 of 2 FFNs" in shown.err
 
 
+def test_every_channel_setting_can_be_given(command, tiny: Path) -> None:
+    alone = ("generate", "a b c", "--model", tiny, *SHORT, "--channel-ratio", "0.4", "--json")
+    others = (
+        "--channel-setting",
+        "scope=sequence",
+        "--channel-setting",
+        "refresh=2",
+        "--channel-setting",
+        "protect=[1]",
+    )
+    settings = json.loads(command(*alone, *others).out)["report"]["methods"][0]
+    assert (settings["scope"], settings["refresh"], settings["protect"]) == ("sequence", 2, [1])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("scope", "takes NAME=VALUE"),
+        ("scope=", "takes NAME=VALUE"),
+        ("nothing=1", "no such setting; known: mlp_ratio"),
+        ("ratio=0.2", "--channel-ratio says that"),
+        ("refresh=0", "refresh must be an integer of at least 1"),
+        ("unseen=never", "unseen must be one of"),
+    ],
+    ids=["no-value", "empty", "unknown", "own-option", "wrong", "wrong-word"],
+)
+def test_wrong_channel_settings(command, tiny: Path, text: str, says: str) -> None:
+    shown = command("generate", "a b c", "--model", tiny, "--channel-setting", text)
+    assert shown.code == 2
+    assert says in " ".join(shown.err.split())
+
+
 def test_compare_with_channels_shows_and_draws_them(command, tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need the extra [plots]")
     picture = tmp_path / "channels.svg"

@@ -71,6 +71,7 @@ def bench(
     selection: channel_options.SelectionRule = None,
     channel_preset: channel_options.Preset = None,
     channel_backend: channel_options.Backend = None,
+    channel_setting: channel_options.Others = None,
     what: Annotated[
         Literal["prefill", "decode", "all", "ffn"],
         typer.Option(
@@ -116,7 +117,12 @@ def bench(
             f"{max(batch)} prompts of {max(lengths)} tokens are more than {MOST_TOKENS} tokens at a time"
         )
     channels = channel_options.channels_of(
-        channel_ratio[0] if channel_ratio else None, partition_fraction, selection, channel_preset, channel_backend
+        channel_ratio[0] if channel_ratio else None,
+        partition_fraction,
+        selection,
+        channel_preset,
+        channel_backend,
+        channel_setting,
     )
     layer_options = options.LayerOptions(layers, importance, contiguous, projections)
     if what == "ffn" and (settings is not None or layer_options.given):

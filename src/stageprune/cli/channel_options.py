@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from stageprune.cli import parse
 from stageprune.cli.common import UsageProblem
 from stageprune.cli.options import LayerOptions
+from stageprune.errors import SettingError
 from stageprune.methods import Method, OnlineChannelPruning
 from stageprune.methods.online_channels import PRESETS, BackendName, Selection
 from stageprune.settings_file import SettingsFile
@@ -66,6 +68,24 @@ Backend = Annotated[
     typer.Option("--channel-backend", show_default=False, help="What runs pruned FFNs. Default: auto."),
 ]
 
+Others = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--channel-setting",
+        metavar="NAME=VALUE",
+        show_default=False,
+        help="Any other setting of OnlineChannelPruning, such as scope=sequence, refresh=32, unseen=layer or "
+        "shared_experts=true; repeat it for several.",
+    ),
+]
+
+_OWN_OPTION = {
+    "ratio": "--channel-ratio",
+    "partition_fraction": "--partition-fraction",
+    "selection": "--selection",
+    "backend": "--channel-backend",
+}
+
 
 def channels_of(
     ratio: float | None,
@@ -73,6 +93,7 @@ def channels_of(
     selection: Selection | None,
     preset: str | None,
     backend: BackendName | None,
+    others: Sequence[str] | None = None,
 ) -> OnlineChannelPruning | None:
     """The settings of channel pruning that the options say; None if no option is about channels.
 
@@ -89,14 +110,40 @@ def channels_of(
         )
         if value is not None
     }
+    given |= _settings_of(others or ())
     if preset is None and not given:
         return None
     settings = OnlineChannelPruning.preset(preset or "paper")
-    fixed = [name for name in given if name != "backend" and preset not in (None, "paper")]
+    taken = {name for name in _OWN_OPTION if name != "backend"} | PRESETS.get(preset or "paper", {}).keys()
+    fixed = [name for name in given if name in taken and preset not in (None, "paper")]
     if fixed:
-        option = {"ratio": "--channel-ratio", "selection": "--selection"}.get(fixed[0], "--partition-fraction")
+        option = _OWN_OPTION.get(fixed[0], f"--channel-setting {fixed[0]}")
         raise UsageProblem(f"--channel-preset {preset} sets what {option} says, too; give one of them")
-    return replace(settings, **given)  # type: ignore[arg-type]
+    try:
+        return replace(settings, **given)  # type: ignore[arg-type]
+    except SettingError as error:
+        raise UsageProblem(str(error)) from error
+
+
+def _settings_of(texts: Sequence[str]) -> dict[str, object]:
+    """Settings by name from `name=value`; values are JSON, or the words that they are."""
+    known = [field.name for field in fields(OnlineChannelPruning) if field.name not in _OWN_OPTION]
+    found: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not value:
+            raise UsageProblem(f"--channel-setting takes NAME=VALUE, such as unseen=layer; got {text!r}")
+        if name in _OWN_OPTION:
+            raise UsageProblem(f"--channel-setting {text}: {_OWN_OPTION[name]} says that")
+        if name not in known:
+            raise UsageProblem(f"--channel-setting {text}: no such setting; known: {', '.join(known)}")
+        if name in found:
+            raise UsageProblem(f"--channel-setting gives {name} twice")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def methods_of(ratio: float | None, layers: LayerOptions, channels: OnlineChannelPruning | None) -> tuple[Method, ...]:

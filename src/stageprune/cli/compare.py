@@ -46,6 +46,7 @@ def compare(
     selection: channel_options.SelectionRule = None,
     channel_preset: channel_options.Preset = None,
     channel_backend: channel_options.Backend = None,
+    channel_setting: channel_options.Others = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -65,7 +66,7 @@ def compare(
     Without a prompt, a built-in one is used: technical prose with a question about it.
     """
     channels = channel_options.channels_of(
-        channel_ratio, partition_fraction, selection, channel_preset, channel_backend
+        channel_ratio, partition_fraction, selection, channel_preset, channel_backend, channel_setting
     )
     layer_options = options.LayerOptions(layers, importance, contiguous, projections)
     methods = channel_options.methods_or_file(settings, ratio, layer_options, channels)

@@ -29,6 +29,7 @@ def generate(
     selection: channel_options.SelectionRule = None,
     channel_preset: channel_options.Preset = None,
     channel_backend: channel_options.Backend = None,
+    channel_setting: channel_options.Others = None,
     dense: Annotated[bool, typer.Option("--dense", help="Do not prune.")] = False,
     temperature: Annotated[
         float,
@@ -51,7 +52,7 @@ def generate(
     options about channels and none about layers, only channels are pruned.
     """
     channels = channel_options.channels_of(
-        channel_ratio, partition_fraction, selection, channel_preset, channel_backend
+        channel_ratio, partition_fraction, selection, channel_preset, channel_backend, channel_setting
     )
     layer_options = options.LayerOptions(layers, importance, contiguous, projections)
     methods = channel_options.methods_or_file(settings, ratio, layer_options, channels)

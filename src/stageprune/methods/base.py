@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
@@ -62,8 +61,8 @@ def share(name: str, value: Any) -> float:
     """`value` as a float in [0, 1)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise SettingError(f"{name} must be a number, got {type(value).__name__}: {value!r}")
-    if not math.isfinite(value) or not 0 <= value < 1:
-        raise SettingError(f"{name} must satisfy 0 <= {name} < 1, got {value!r} (one third is 1/3, not 33)")
+    if not 0 <= value < 1:  # false for NaN, too; isfinite would overflow for huge integers
+        raise SettingError(f"{name} must satisfy 0 <= {name} < 1, got {repr(value)[:40]} (one third is 1/3, not 33)")
     return float(value)
 
 
