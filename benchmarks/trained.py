@@ -94,7 +94,7 @@ def measure(name: str, options: Any, data: dict[str, Any], save: Any, progress: 
         "steps": recipe.steps,
         "examples": options.examples,
         "torch": torch.__version__,
-        "weights": digest({key: float(value.double().sum()) for key, value in model.named_parameters()}),
+        "weights": digest({key: float(value.detach().double().sum()) for key, value in model.named_parameters()}),
     }
     if data.get(name, {}).get("run") != run:
         data[name] = {"run": run, "rows": {}}

@@ -72,12 +72,17 @@ def trained(recipe: Recipe, folder: Path, on_step: Callable[[int, float], object
     if file.exists():
         model.load_state_dict(load_file(file), strict=False)  # tied weights are saved once
         model.tie_weights()
-        return model.eval()
+        return _for_inference(model)
     _train(model, recipe, on_step)
     folder.mkdir(parents=True, exist_ok=True)
     parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     save_file(parameters, file.with_suffix(".partial"))
     file.with_suffix(".partial").rename(file)
+    return _for_inference(model)
+
+
+def _for_inference(model: Any) -> Any:
+    model.config.output_router_logits = False  # the loss that balances experts is for training
     return model.eval()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,7 +200,5 @@ LATENT_ATTENTION: dict[str, Any] = dict(
     first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
 )  # fmt: skip
 """What DeepSeek-V3 has beside the common sizes."""
-
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {}
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + MORE + MIXTURES}

@@ -12,6 +12,7 @@ import stageprune as sp
 from helpers import surface
 from stageprune.families.decoder import find_decoder
 from stageprune.families.verify import verify_layers
+from vlm_zoo import VISION_BY_NAME
 from zoo import ARCHITECTURES, BY_NAME, LATENT_ATTENTION, MORE
 
 METHOD = sp.PrefillOnlyPruning(ratio=1 / 3)
@@ -71,6 +72,26 @@ def test_a_patched_attention_is_refused_with_layer_and_difference(patch) -> None
     before = surface(model)
     with pytest.raises(sp.UnsupportedModelError, match=r"layer 5 \(Qwen3DecoderLayer\).*keys differ by up to"):
         sp.prune(model, METHOD)
+    assert surface(model) == before
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-vl-moe"])
+def test_a_patched_vision_language_model_is_refused(name: str) -> None:
+    model = VISION_BY_NAME[name].build(torch.float32)
+    attention = model.model.language_model.layers[3].self_attn
+    own = attention.forward
+
+    def forward(self, *args, **kwargs):
+        norm, self.k_norm = self.k_norm, torch.nn.Identity()
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self.k_norm = norm
+
+    attention.forward = types.MethodType(forward, attention)
+    before = surface(model)
+    with pytest.raises(sp.UnsupportedModelError, match=r"layer 3 \(Qwen3VL.*keys differ by up to"):
+        sp.prune(model, sp.PrefillOnlyPruning(1 / 2))
     assert surface(model) == before
 
 
@@ -134,6 +155,15 @@ def test_refused_with_the_reason_and_left_alone(name: str) -> None:
     before = surface(model)
     with pytest.raises(sp.UnsupportedModelError, match=reason):
         sp.prune(model, METHOD)
+    assert surface(model) == before
+
+
+def test_a_model_that_balances_its_experts_is_refused() -> None:
+    model = BY_NAME["mixtral"].build(torch.float32)
+    model.config.output_router_logits = True
+    before = surface(model)
+    with pytest.raises(sp.UnsupportedModelError, match="output_router_logits=False"):
+        sp.prune(model, sp.PrefillOnlyPruning(1 / 2))
     assert surface(model) == before
 
 

@@ -100,7 +100,7 @@ def channels_of(
     Raises:
         UsageProblem: if options contradict each other.
     """
-    given = {
+    given: dict[str, Any] = {
         name: value
         for name, value in (
             ("ratio", ratio),
@@ -120,7 +120,7 @@ def channels_of(
         option = _OWN_OPTION.get(fixed[0], f"--channel-setting {fixed[0]}")
         raise UsageProblem(f"--channel-preset {preset} sets what {option} says, too; give one of them")
     try:
-        return replace(settings, **given)  # type: ignore[arg-type]
+        return replace(settings, **given)
     except SettingError as error:
         raise UsageProblem(str(error)) from error
 

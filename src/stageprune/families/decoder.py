@@ -49,9 +49,7 @@ def find_decoder(model: nn.Module) -> Decoder:
     if config is None or not hasattr(config, "get_text_config"):
         raise UnsupportedModelError(f"{name} has no transformers configuration")
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder model; prefill-only pruning is about decoder-only models"
-        )
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; stageprune prunes decoder-only models")
     if not (hasattr(model, "can_generate") and model.can_generate()):  # type: ignore[operator]
         raise UnsupportedModelError(
             f"{name} cannot generate (no language-model head); load it with AutoModelForCausalLM"

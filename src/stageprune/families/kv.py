@@ -67,6 +67,8 @@ def candidates(layer: nn.Module) -> Iterator[KVProjection]:
         for rotary in (True, False):
             for key_norm in _key_norms(attention):
                 yield SeparateKV(rotary=rotary, key_norm=key_norm)
+        if hasattr(sys.modules[type(attention).__module__], "_apply_rotary_emb"):
+            yield from (SeparateKV(key_norm=key_norm, halves=True) for key_norm in _key_norms(attention))
     if attention is not None and hasattr(attention, "qkv_proj"):
         yield FusedKV()
     attention = getattr(layer, "attention", None)
@@ -85,10 +87,13 @@ class SeparateKV(KVProjection):
         rotary: whether keys are rotated (SmolLM3 and Cohere2 have layers without positions).
         key_norm: where the key norm sits: per head (Qwen3, Gemma3, Cohere), over all heads at once before they are
             split (OLMo2), or per head after the rotary embedding (HunYuan).
+        halves: whether cosines and sines are given for half of a head that is rotated as a whole (GPT-OSS), not for the
+            part of it that is rotated.
     """
 
     rotary: bool = True
     key_norm: KeyNorm = "none"
+    halves: bool = False
 
     def linear(self, layer: nn.Module, normed: torch.Tensor) -> KeysValues:
         """See `KVProjection`."""
@@ -106,7 +111,7 @@ class SeparateKV(KVProjection):
             keys = norm(keys)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         if self.rotary:
-            keys = _rotate(attention, keys, positions)
+            keys = _rotate(attention, keys, positions, whole=self.halves)
         if self.key_norm == "after rotary":
             keys = norm(keys)
         return keys, values
@@ -224,8 +229,11 @@ def _key_norms(attention: Any) -> tuple[KeyNorm, ...]:
     return ("per head", "after rotary")
 
 
-def _rotate(attention: Any, keys: torch.Tensor, positions: Any) -> torch.Tensor:
-    """Apply the attention module's own rotary embedding to the keys, `[batch, heads, length, head_dim]`."""
+def _rotate(attention: Any, keys: torch.Tensor, positions: Any, whole: bool = False) -> torch.Tensor:
+    """Apply the attention module's own rotary embedding to the keys, `[batch, heads, length, head_dim]`.
+
+    Heads are rotated in as many dimensions as there are cosines, or as a whole.
+    """
     cos, sin = positions
     module = sys.modules[type(attention).__module__]
     if cos.ndim == 4:  # older Qwen2-VL: [3 axes, batch, length, head_dim]
@@ -234,7 +242,7 @@ def _rotate(attention: Any, keys: torch.Tensor, positions: Any) -> torch.Tensor:
     rotate: Callable[..., KeysValues] = module.apply_rotary_pos_emb
     rotary_dim = cos.shape[-1]
     no_queries = keys[:, :0]
-    if rotary_dim >= keys.shape[-1]:
+    if whole or rotary_dim >= keys.shape[-1]:
         return rotate(no_queries, keys, cos, sin)[1]
     rotated = rotate(no_queries[..., :rotary_dim], keys[..., :rotary_dim], cos, sin)[1]
     return torch.cat((rotated, keys[..., rotary_dim:]), dim=-1)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stageprune.errors import SettingError, StageError
+from stageprune.errors import SettingError, StageError, UnsupportedModelError
 from stageprune.families.caches import PrefixedCache
 from stageprune.families.calls import LayerCall, execution_device
 from stageprune.families.decoder import Decoder
@@ -51,6 +51,11 @@ class PrefillPruner:
         self.context_free = tuple(sorted({*self.skipped, count - 1})) if self.skipped else ()
         if not method.kv_projection:
             _check_unprojected(decoder, self.skipped)
+        if self.skipped and getattr(decoder.config, "output_router_logits", False):
+            raise UnsupportedModelError(
+                "the loss that balances experts needs every token in every layer; set output_router_logits=False in "
+                "the model's configuration: it is for training"
+            )
         tracker.keeps_prefill_rows = not self.context_free or count - 1 in decoder.whole
         self.weight_bytes = 0
         self._overrides: list[MethodOverride] = []
