@@ -298,14 +298,19 @@ CONFIGS = [
     ({"model_type": "llama", "num_hidden_layers": 9}, None),
     ({"model_type": "qwen3", "num_hidden_layers": 9}, None),
     ({"model_type": "gpt_neox", "num_hidden_layers": 9}, None),
-    ({"model_type": "t5"}, "no decoder language model"),
+    ({"model_type": "t5"}, "encoder-decoder"),
+    ({"model_type": "whisper"}, "encoder-decoder"),
+    ({"model_type": "bert"}, "no list of decoder layers"),
+    ({"model_type": "unheard_of"}, "unheard_of"),
+    ({"model_type": "unheard_of", "auto_map": {"AutoConfig": "own.Config"}}, "code that the model brings along"),
     ({"model_type": "mamba", "num_hidden_layers": 3}, "recurrent|no description|K/V"),
-    ({"model_type": "gemma3n_text", "num_hidden_layers": 15, "num_kv_shared_layers": 5}, "num_kv_shared_layers"),
-    ({"model_type": "llama", "hidden_size": "wide"}, "configuration|no decoder language model"),
+    ({"model_type": "llama", "hidden_size": "wide"}, "configuration|no model can be built"),
 ]
 
 
-@pytest.mark.parametrize(("config", "reason"), CONFIGS, ids=[config["model_type"] for config, _ in CONFIGS])
+@pytest.mark.parametrize(
+    ("config", "reason"), CONFIGS, ids=[f"{index}-{config['model_type']}" for index, (config, _) in enumerate(CONFIGS)]
+)
 @pytest.mark.parametrize("file", ["", "config.json"], ids=["folder", "file"])
 def test_doctor_on_a_configuration_alone(command, tmp_path: Path, config, reason: str | None, file: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -317,6 +322,26 @@ def test_doctor_on_a_configuration_alone(command, tmp_path: Path, config, reason
         assert "ideal speed-up" in result.out
     else:
         assert re.search(reason, result.out + result.err)
+
+
+def test_doctor_says_what_each_method_can_do(command, tmp_path: Path) -> None:
+    config = {"model_type": "gemma3n_text", "num_hidden_layers": 15, "num_kv_shared_layers": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = command("doctor", tmp_path, "--lengths", "64", "--channel-ratio", "0.1")
+    assert result.code == 0, "one of the two can be used"
+    assert "prefill-only pruning: not possible" in result.out
+    assert "num_kv_shared_layers" in result.out
+    assert "channel pruning: " in result.out
+    assert "at 64 (bytes read)" in result.out
+
+
+def test_doctor_on_images(command, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
+    result = command("doctor", tmp_path, "--images", "640x480,64x64")
+    assert result.code == 0
+    assert "image of 640x480, 334 tokens" in result.out, "20 x 15 tokens of 32 pixels, 2 around them, 32 of a question"
+    assert "image of 64x64, 38 tokens" in result.out
+    assert command("doctor", tmp_path, "--images", "640").code == 2
 
 
 def test_doctor_reads_a_gguf_header(command, tiny: Path) -> None:

@@ -20,7 +20,12 @@ def read_config(name: str) -> Any:
     try:
         if path.suffix == ".gguf":
             return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        return AutoConfig.from_pretrained(path if path.exists() else name)
+        # Never a model's own code: without the argument transformers would ask on the terminal.
+        return AutoConfig.from_pretrained(path if path.exists() else name, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers and the hub client raise
         text = " ".join(str(error).split()) or type(error).__name__
+        if "trust_remote_code" in text:
+            text = (
+                "it needs code that the model brings along, which is never run here; only transformers' own classes are"
+            )
         raise ModelLoadError(f"cannot read the configuration of {name!r}: {text[:300]}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from stageprune.cli import options, show
+from stageprune.cli import channel_options, options, parse, show
 from stageprune.cli.common import console, load_model, output, quiet
 
 
@@ -24,33 +25,47 @@ def doctor(
     layers: options.Layers = None,
     importance: options.Importance = None,
     contiguous: options.Contiguous = None,
+    channel_ratio: channel_options.ChannelRatio = None,
+    lengths: Annotated[
+        Any, typer.Option("--lengths", parser=parse.counts, metavar="N,N,...", help="Prompt lengths, in tokens.")
+    ] = "128,512,2048,8192",
+    images: Annotated[
+        Any,
+        typer.Option(
+            "--images",
+            parser=parse.image_sizes,
+            metavar="WxH,...",
+            help="Sizes in pixels, for models whose images can be counted from the configuration (Qwen-VL).",
+        ),
+    ] = "640x480,1280x720,1920x1080,2560x1440",
     verify: Annotated[
         bool, typer.Option("--verify", help="Load the model and check its layers as prune() does. demo always is.")
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show versions and devices; with MODEL, whether it can be pruned and what that would gain.
+    """Show versions and devices; with MODEL, what each method can do for it and what that would gain.
 
-    Without --verify only the configuration is read. Exit code 1 if the model cannot be pruned.
+    Without --verify only the configuration is read. Exit code 1 if no method can prune the model.
     """
     method = options.LayerOptions(layers, importance, contiguous).method(ratio)
+    channels = channel_options.channels_of(0.2 if channel_ratio is None else channel_ratio, None, None, None, None)
     with console.status("looking around"):
         quiet()
         from stageprune.evaluate.system import system_info
 
         data: dict[str, Any] = {"system": {**system_info(), "compiler": _compiler(), "native_bfloat16": _bfloat16()}}
-    support = None if model is None else _support(model, method, verify)
+    support = None if model is None else _support(model, verify, method, channels, lengths, images)
     if support is not None:
         data["model"] = {"name": model, **support.to_dict()}
     if as_json:
         typer.echo(json.dumps(data, indent=2))
     else:
         _show(data)
-    if support is not None and not support.supported:
+    if support is not None and not (support.supported or support.channels.supported):
         raise typer.Exit(1)
 
 
-def _support(name: str, method: Any, verify: bool) -> Any:
+def _support(name: str, verify: bool, *settings: Any) -> Any:
     """See `evaluate.support`; a loaded model is checked by pruning it."""
     from stageprune.evaluate.support import support_of_config, support_of_model
     from stageprune.pruning import prune
@@ -59,14 +74,14 @@ def _support(name: str, method: Any, verify: bool) -> Any:
         from stageprune.cli.configs import read_config
 
         with console.status("reading the configuration"):
-            return support_of_config(read_config(name), method)
+            return support_of_config(read_config(name), *settings)
     from stageprune.errors import StagePruneError
 
     loaded = load_model(name, "auto", None)
-    support = support_of_model(loaded.model, method)
+    support = support_of_model(loaded.model, *settings)
     if support.supported:
         try:
-            prune(loaded.model, method).remove()
+            prune(loaded.model, settings[0]).remove()
         except StagePruneError as error:
             return replace(support, supported=False, verified=True, reason=str(error))
         return replace(support, verified=True)
@@ -82,20 +97,56 @@ def _show(data: dict[str, Any]) -> None:
     if model is None:
         return
     output.print()
-    if not model["supported"]:
-        output.print(f"{model['name']}: cannot be pruned. {model['reason']}", markup=False, soft_wrap=True)
+    name, channels = model["name"], model["channels"]
+    if not (model["supported"] or channels["supported"]):
+        output.print(f"{name}: cannot be pruned. {model['reason']}", markup=False, soft_wrap=True)
         return
-    skipped = model["skipped_layers"]
     checked = "its layers were checked" if model["verified"] else "by its structure; --verify loads and checks it"
     output.print(
-        f"{model['name']}: can be pruned ({checked})\n"
-        f"{model['architecture']}, {model['parameters'] / 1e6:,.0f} M parameters; prompts skip {len(skipped)} of "
-        f"{model['num_hidden_layers']} layers ({options.shown(skipped)})",
+        f"{name}: can be pruned ({checked})\n"
+        f"{model['architecture']} ({model['kind']}), {model['parameters'] / 1e6:,.0f} M parameters",
         markup=False,
         soft_wrap=True,
     )
-    ideal = ", ".join(f"{show.factor(gain)} at {int(length):,}" for length, gain in model["ideal_speedups"].items())
-    output.print(f"ideal speed-up of the first token by prompt length: {ideal}", soft_wrap=True)
+    for line in (*_prefill_lines(model), *_channel_lines(channels)):
+        output.print(line, markup=False, soft_wrap=True)
+
+
+def _prefill_lines(model: dict[str, Any]) -> Iterator[str]:
+    if not model["supported"]:
+        yield f"prefill-only pruning: not possible. {model['reason']}"
+        return
+    skipped = model["skipped_layers"]
+    yield (
+        f"prefill-only pruning: prompts skip {len(skipped)} of {model['num_hidden_layers']} layers "
+        f"({options.shown(skipped)})"
+    )
+    yield f"  ideal speed-up of the first token by prompt length: {_by_length(model['ideal_speedups'])}"
+    for image in model["images"]:
+        yield (
+            f"  image of {image['size']}, {image['tokens']:,} tokens with a question: "
+            f"{show.factor(image['ideal_speedup'])} with the vision encoder ({image['vision_share']:.0%} of the work), "
+            f"{show.factor(image['ideal_language_speedup'])} without"
+        )
+
+
+def _channel_lines(channels: dict[str, Any]) -> Iterator[str]:
+    if not channels["supported"]:
+        yield f"channel pruning: not possible. {channels['reason']}"
+        return
+    yield f"channel pruning: {channels['mlp_ratio']:.1%} of the FFN's channels are left out"
+    if channels["ideal_ffn_speedup"] is None:
+        yield f"  ideal speed-up of an image: {show.factor(channels['ideal_flops_speedup'])} (operations)"
+        return
+    yield (
+        f"  ideal speed-up of a generated token by prompt length: {_by_length(channels['ideal_decode_speedups'])} "
+        f"(bytes read); {show.factor(channels['ideal_flops_speedup'])} (operations); of the FFNs "
+        f"{show.factor(channels['ideal_ffn_speedup'])}"
+    )
+
+
+def _by_length(values: dict[str, float]) -> str:
+    return ", ".join(f"{show.factor(gain)} at {int(length):,}" for length, gain in values.items())
 
 
 def _shown(value: Any) -> str:

@@ -134,6 +134,14 @@ def shapes(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(values)
 
 
+def image_sizes(text: str) -> tuple[tuple[int, int], ...]:
+    """Widths and heights in pixels, such as `640x480,1280x720`."""
+    try:
+        return shapes(text)
+    except typer.BadParameter:
+        raise typer.BadParameter(f"{text!r} is no list of image sizes such as 640x480,1280x720") from None
+
+
 def dtype(text: str) -> str:
     """The full name of a floating-point type."""
     if text not in DTYPES:
