@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self, overload
 
 from torch import nn
 
+from stageprune.baselines.base import Attachment, Baseline, Calibration, check_calibration
 from stageprune.channels.pruner import ChannelPruner
 from stageprune.errors import AlreadyPrunedError, SettingError, UnsupportedModelError
 from stageprune.families.decoder import find_decoder
@@ -28,14 +29,14 @@ class SegmentsImages(Protocol):
 
 
 @overload
-def prune(model: nn.Module, *methods: Method) -> Handle: ...
+def prune(model: nn.Module, *methods: Method, calibration: Calibration | None = None) -> Handle: ...
 
 
 @overload
 def prune(model: SegmentsImages, *methods: Method) -> ImageEncoderHandle: ...
 
 
-def prune(model: Any, *methods: Method) -> Handle | ImageEncoderHandle:
+def prune(model: Any, *methods: Method, calibration: Calibration | None = None) -> Handle | ImageEncoderHandle:
     """Attach pruning methods to a model, in place; its weights are not touched.
 
     `model.generate()` is pruned from now on, until the handle is removed or its `with` block ends; then the model is
@@ -46,7 +47,9 @@ def prune(model: Any, *methods: Method) -> Handle | ImageEncoderHandle:
 
     Args:
         model: a decoder-only causal language model of transformers, or an image encoder, in evaluation mode.
-        methods: the settings, such as `PrefillOnlyPruning(ratio=1/3)`; at most one of each kind.
+        methods: the settings, such as `PrefillOnlyPruning(ratio=1/3)`; at most one of each kind. Or one of
+            `stageprune.baselines`, which prunes every forward pass, prompt and answer alike.
+        calibration: token ids of some texts, for baselines that need them.
 
     Returns:
         The handle: a context manager with `remove()`, `report()` and `stage()`.
@@ -73,7 +76,7 @@ def prune(model: Any, *methods: Method) -> Handle | ImageEncoderHandle:
         raise UnsupportedModelError(
             f"this {type(model).__name__} is in training mode; pruning is for inference: call model.eval() first"
         )
-    return Handle(model, methods)
+    return Handle(model, methods, calibration)
 
 
 def handle_of(model: nn.Module) -> Handle | ImageEncoderHandle | None:
@@ -93,17 +96,21 @@ class Handle(AbstractContextManager["Handle"]):
         methods: the settings in force.
     """
 
-    def __init__(self, model: nn.Module, methods: tuple[Method, ...]) -> None:
+    def __init__(self, model: nn.Module, methods: tuple[Method, ...], calibration: Calibration | None = None) -> None:
         self.model = model
         self.methods = methods
         self._decoder = find_decoder(model)
+        texts = check_calibration(methods[0], calibration) if isinstance(methods[0], Baseline) else ()
         self._tracker = StageTracker(model, owner=self)
         self._prefill: PrefillPruner | None = None
         self._channels: ChannelPruner | None = None
+        self._baseline: Attachment | None = None
         self._attached = True
         try:
             for method in methods:
-                if isinstance(method, PrefillOnlyPruning):
+                if isinstance(method, Baseline):
+                    self._baseline = method.attach(self._decoder, self._tracker, texts, self)
+                elif isinstance(method, PrefillOnlyPruning):
                     self._prefill = PrefillPruner(self._decoder, method, self._tracker)
                 elif isinstance(method, OnlineChannelPruning):
                     self._channels = ChannelPruner(self._decoder, method, self._tracker)
@@ -118,7 +125,7 @@ class Handle(AbstractContextManager["Handle"]):
 
     def remove(self) -> None:
         """Give the model back unchanged. Doing so twice is harmless."""
-        for pruner in (self._channels, self._prefill):
+        for pruner in (self._baseline, self._channels, self._prefill):
             if pruner is not None:
                 pruner.detach()
         self._tracker.detach()
@@ -138,7 +145,12 @@ class Handle(AbstractContextManager["Handle"]):
 
     def dense(self) -> AbstractContextManager[None]:
         """Inside the block the model is dense, without detaching: `generate()` and `forward` alike."""
-        return self._tracker.dense()
+        return self._tracker.dense() if self._baseline is None else self._all_dense(self._baseline)
+
+    @contextmanager
+    def _all_dense(self, baseline: Attachment) -> Iterator[None]:
+        with self._tracker.dense(), baseline.dense():
+            yield
 
     def observe(self) -> AbstractContextManager[None]:
         """Inside the block, watch which channels generated tokens choose; `report()` shows it afterwards.
@@ -164,7 +176,9 @@ class Handle(AbstractContextManager["Handle"]):
             SettingError: if an entry of `images` is no processor's output.
         """
         with self.dense():
-            return make_report(self._decoder, self.methods, self._prefill, self._channels, prompt_length, images or {})
+            return make_report(
+                self._decoder, self.methods, self._prefill, self._channels, self._baseline, prompt_length, images or {}
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -179,7 +193,9 @@ def _check_methods(methods: tuple[Method, ...]) -> None:
     if not methods:
         raise SettingError("no method given; for instance prune(model, PrefillOnlyPruning(ratio=1/3))")
     for method in methods:
-        if not isinstance(method, (PrefillOnlyPruning, OnlineChannelPruning)):
+        if isinstance(method, Baseline) and len(methods) > 1:
+            raise SettingError(f"{type(method).__name__} is a baseline: it cannot be combined with other methods")
+        if not isinstance(method, (PrefillOnlyPruning, OnlineChannelPruning, Baseline)):
             raise SettingError(f"expected a method such as PrefillOnlyPruning(...), got {type(method).__name__}")
     kinds = [method.kind for method in methods]
     if len(set(kinds)) != len(kinds):

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from stageprune.baselines.base import Attachment
 from stageprune.channels.experts import PrunedExperts
 from stageprune.channels.observe import Observed
 from stageprune.channels.pruner import ChannelPruner, PrunedFFN
 from stageprune.channels.sizes import Sizes
 from stageprune.errors import SettingError
-from stageprune.families.costs import prompt_flops, values_of_a_step
+from stageprune.families.costs import layer_costs, prompt_flops, values_of_a_step
 from stageprune.families.decoder import Decoder
 from stageprune.families.vision import vision_flops
 from stageprune.methods import Method
@@ -114,7 +115,7 @@ class Report:
         model: the class of the model.
         methods: the settings in force.
         num_hidden_layers: of the model.
-        skipped_layers: layers that the prompt skips, zero-based.
+        skipped_layers: layers that the prompt skips, zero-based; with a baseline, that every token skips.
         prompt_length: tokens of the prompt that the figures are for.
         dense_flops: floating-point operations up to the first token, of the untouched model.
         pruned_flops: likewise, pruned.
@@ -254,6 +255,7 @@ def make_report(
     methods: Sequence[Method],
     prefill: PrefillPruner | None,
     channels: ChannelPruner | None,
+    baseline: Attachment | None,
     prompt_length: int,
     images: Mapping[str, Mapping[str, Any]],
 ) -> Report:
@@ -264,21 +266,28 @@ def make_report(
     saved = sum(part.prompt_saving for part in pruned if part.index not in skipped)
     step = values_of_a_step(decoder, prompt_length)
 
-    def pruned_flops(length: int) -> int:
-        return prompt_flops(decoder, length, skipped) - 2 * (length - 1) * saved
+    less, head = (sum(baseline.saved.values()), baseline.saved_head) if baseline else (0, 0)
+    dropped = sorted(baseline.dropped) if baseline else []
+    costs = layer_costs(decoder)
 
+    def pruned_flops(length: int) -> int:
+        gone = sum(costs[index].flops(length, 0) for index in dropped)
+        return prompt_flops(decoder, length, skipped) - 2 * (length - 1) * saved - 2 * length * less - gone - 2 * head
+
+    step_saved = sum(part.dense_weights - part.weights for part in parts) + less + head
+    step_saved += sum(costs[index].values_read(prompt_length) for index in dropped)
     return Report(
         model=type(decoder.model).__name__,
         methods=tuple(method.to_dict() for method in methods),
         num_hidden_layers=len(decoder.layers),
-        skipped_layers=prefill.skipped if prefill else (),
+        skipped_layers=prefill.skipped if prefill else tuple(dropped),
         prompt_length=prompt_length,
         dense_flops=prompt_flops(decoder, prompt_length),
         pruned_flops=pruned_flops(prompt_length),
         dense_step_values=step,
-        pruned_step_values=step - sum(part.dense_weights - part.weights for part in parts),
+        pruned_step_values=step - step_saved,
         channels=parts,
-        extra_weight_bytes=(channels.weight_bytes if channels else 0) + (prefill.weight_bytes if prefill else 0),
+        extra_weight_bytes=sum(part.weight_bytes for part in (prefill, channels, baseline) if part is not None),
         preparation_s=channels.preparation_s if channels else None,
         preparation_bytes=channels.preparation_bytes if channels else 0,
         vision=tuple(_vision(decoder, name, inputs, pruned_flops) for name, inputs in images.items()),
