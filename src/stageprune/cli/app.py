@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from stageprune.cli import analyze, bench, calibrate, compare, doctor, generate, plan
+from stageprune.cli.command_line import running
 from stageprune.cli.common import UsageProblem, console, one_line
 from stageprune.errors import StagePruneError
 
@@ -69,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     try:
-        result = app(args=None if arguments is None else list(arguments), prog_name="stageprune", standalone_mode=False)
+        with running(arguments):
+            given = None if arguments is None else list(arguments)
+            result = app(args=given, prog_name="stageprune", standalone_mode=False)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         return 130
