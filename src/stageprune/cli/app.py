@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stageprune.cli import analyze, bench, calibrate, compare, doctor, generate, plan
+from stageprune.cli import analyze, bench, calibrate, compare, doctor, generate, plan, report
 from stageprune.cli.command_line import running
 from stageprune.cli.common import UsageProblem, console, one_line
 from stageprune.errors import StagePruneError
@@ -36,6 +36,7 @@ for command in (
     calibrate.calibrate,
     compare.compare,
     bench.bench,
+    report.report,
     doctor.doctor,
 ):
     app.command()(command)
