@@ -33,7 +33,9 @@ def report(
     HTML is one file that needs nothing else; Markdown holds the same tables without the figures.
     """
     form = form or _by_suffix(output_file)
-    check_outputs({"--output": output_file}, {str(path): path for path in files})
+    check_outputs({"--output": output_file})
+    if any(path.resolve() == output_file.resolve() for path in files):
+        raise UsageProblem(f"--output would overwrite the result file {str(output_file)!r}")
     repeated = next((path for index, path in enumerate(files) if path in files[:index]), None)
     if repeated is not None:
         raise UsageProblem(f"{str(repeated)!r} is given twice")

@@ -11,6 +11,8 @@ from stageprune.evaluate.report.document import Block, Code, Document, Paragraph
 from stageprune.evaluate.report.figures import Drawing
 from stageprune.evaluate.report.sources import is_plan, read_json, read_part
 
+_PACKAGES = ("stageprune", "torch", "transformers")
+
 
 def report(paths: Sequence[Path], drawing: Drawing, title: str = "stageprune: quality and speed") -> Document:
     """One document of all that the files hold, in their order.
@@ -31,7 +33,7 @@ def report(paths: Sequence[Path], drawing: Drawing, title: str = "stageprune: qu
         if is_plan(read_json(path)):
             sections.append(plan.sweep(path, speeds))
         sections += part.sections
-    models = dict.fromkeys(part.made.model.split(",")[0] for part in parts if part.made.model)
+    models = dict.fromkeys(part.made.model.rpartition(", ")[0] or part.made.model for part in parts if part.made.model)
     summary = f"{', '.join(models)}. From {len(parts)} result file{'s' * (len(parts) != 1)}."
     return Document(title, summary, [*sections, _provenance(parts)])
 
@@ -50,9 +52,7 @@ def _provenance(parts: Sequence[Part]) -> Section:
         system = part.made.system
         where = ", ".join(map(str, system.get("accelerators") or ())) or str(system.get("cpu", "–"))
         threads = f"{system['threads']} threads" if "threads" in system else "–"
-        versions = ", ".join(
-            f"{name} {system[name]}" for name in ("stageprune", "torch", "transformers") if name in system
-        )
-        rows.append([part.name, part.made.model, where, threads, versions])
+        versions = ", ".join(f"{name} {system[name]}" for name in _PACKAGES if name in system)
+        rows.append([part.name, part.made.model or "–", where, threads, versions or "–"])
     columns = ["file", "model", "hardware", "threads", "versions"]
     return Section("How it was measured", [*blocks, Table(columns, rows, text_columns=5)])

@@ -12,6 +12,7 @@ from stageprune.evaluate.report import show
 from stageprune.evaluate.report.content import Interval, Part, Point, made, number
 from stageprune.evaluate.report.document import Section, Table
 
+_MEASURE = "ideal speed-up of FFNs"
 _COLUMNS = ("KL (nats per token)", "same prediction")
 
 
@@ -44,14 +45,14 @@ def channels(name: str, data: Any) -> Part:
         share = number(row["bytes"])
         kl, agreement = (Interval.of_mean(row[f"{what}_per_prompt"]) for what in ("kl", "agreement"))
         points.append(
-            Point(rule, _series(row["settings"]), "generation", Interval.of(1 / share), True, kl, agreement, text)
+            Point(rule, _series(row["settings"]), "generation", Interval.of(1 / share), _MEASURE, kl, agreement, text)
         )
         rows.append([rule, f"{share:.1%}", show.factor(1 / share), show.nats(kl), show.share(agreement)])
     caption = (
         f"{run['model']}: what a generated token computes (as paper 2's tables of ratios, γ and strategies), {text}. "
         "Bytes: share of the FFN weights that it reads. ± is the standard error over prompts."
     )
-    columns = ["rule", "bytes", "ideal speed-up of FFNs", *_COLUMNS]
+    columns = ["rule", "bytes", _MEASURE, *_COLUMNS]
     how = made({}, {"command": "python benchmarks/channels.py", **run})
     return Part(name, how, [Section(f"Channel ratios and selection ({name})", [Table(columns, rows, caption)])], points)
 

@@ -70,7 +70,7 @@ class Point:
         series: the method, which the plot gives a colour.
         stage: whose time the speed-up is of.
         speedup: over the dense model.
-        ideal: whether the speed-up is counted (operations or bytes), not measured.
+        measure: what speed-up this is, such as "ideal speed-up of the prompt"; others are not compared.
         kl: KL divergence from the dense model per token, in nats; None if not measured.
         agreement: share of tokens whose likeliest prediction is the dense model's.
         text: what quality was measured on; points of other text are not compared.
@@ -80,7 +80,7 @@ class Point:
     series: str
     stage: Stage
     speedup: Interval
-    ideal: bool
+    measure: str
     kl: Interval | None
     agreement: Interval | None
     text: str
@@ -161,4 +161,5 @@ def made(data: Any, settings: Any = None) -> Made:
     names = ("stageprune", "torch", "transformers")
     system = settings.get("system") or settings.get("versions") or {n: settings[n] for n in names if n in settings}
     command = settings.get("command")
-    return Made(None if command is None else str(command), f"{model}, {kind}" if kind else str(model), dict(system))
+    shown = ", ".join(str(part) for part in (model, kind) if part)
+    return Made(None if command is None else str(command), shown, dict(system))

@@ -29,13 +29,12 @@ _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "stageprune",
     "text.parse_math": False,  # a dollar sign in a model's name is a dollar sign
-    "font.size": 9,
-    "legend.fontsize": 8,
+    "font.size": 10,
+    "legend.fontsize": 9,
     "legend.frameon": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.facecolor": "none",
-    "axes.titlesize": 9,
     **dict.fromkeys(
         ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), _INK
     ),
@@ -76,6 +75,12 @@ def draw_figure(draw: Draw, caption: str) -> list[Block]:
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return [Figure(_inline(file.getvalue()), caption)]
+
+
+def logarithmic(axes: Any) -> None:
+    """Make the y axis logarithmic, with its numbers as `0.01`: powers of ten would need the markup that is off."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def no_figure(draw: Draw, caption: str) -> list[Block]:

@@ -57,10 +57,11 @@ def _table(table: Table) -> str:
         kind = ' class="word"' if index < table.text_columns else ""
         return f"<{tag}{kind}>{escape(text)}</{tag}>"
 
+    # The caption is outside of what scrolls, so that it can be read on a phone without scrolling.
     # tabindex: so that a table that is wider than the screen can be scrolled by keyboard, too.
-    parts = ['<div class="scroll" tabindex="0">', "<table>"]
-    if table.caption:
-        parts.append(f"<caption>{escape(table.caption)}</caption>")
+    label = f' aria-label="{escape(table.caption)}"' if table.caption else ""
+    parts = [f'<p class="caption">{escape(table.caption)}</p>'] if table.caption else []
+    parts += ['<div class="scroll" tabindex="0">', f"<table{label}>"]
     heads = "".join(cell("th", index, text) for index, text in enumerate(table.columns))
     parts += ["<thead>", f"<tr>{heads}</tr>", "</thead>", "<tbody>"]
     for index, row in enumerate(table.rows):

@@ -8,7 +8,7 @@ from typing import Any
 from stageprune.evaluate.report import show
 from stageprune.evaluate.report.content import Interval, Part, made
 from stageprune.evaluate.report.document import Block, Section, Table
-from stageprune.evaluate.report.figures import COLORS, MARKERS, Drawing
+from stageprune.evaluate.report.figures import COLORS, MARKERS, Drawing, logarithmic
 
 DRIFTS = {
     "hidden_states": "hidden states",
@@ -26,13 +26,7 @@ def part(name: str, data: Any, drawing: Drawing) -> Part:
     """
     settings = data["settings"]
     scores = {stage: [_score(row[stage]) for row in data["layers"]] for stage in ("prefill", "decode")}
-    drifts = {
-        what: [
-            (int(row["layer"]), Interval.with_error(row[what]["mean"], row[what]["standard_error"]))
-            for row in data["drift"]
-        ]
-        for what in DRIFTS
-    }
+    drifts = {what: [(int(row["layer"]), _drift(row[what])) for row in data["drift"]] for what in DRIFTS}
     how = made(data, settings)
     what = f"{how.model}: {settings['samples']} prompts from {settings['data']}"
     blocks: list[Block] = []
@@ -54,6 +48,10 @@ def _score(row: Any) -> Interval:
     return Interval.with_error(row["importance"], row["standard_error"])
 
 
+def _drift(row: Any) -> Interval:
+    return Interval.with_error(row["mean"], row["standard_error"])
+
+
 def _table(scores: dict[str, list[Interval]], drifts: dict[str, list[tuple[int, Interval]]], what: str) -> Table:
     by_layer = {name: dict(values) for name, values in drifts.items()}
     shown = [name for name, values in by_layer.items() if values]
@@ -69,7 +67,7 @@ def _table(scores: dict[str, list[Interval]], drifts: dict[str, list[tuple[int, 
 def _draw_scores(axes: Any, scores: dict[str, list[Interval]]) -> None:
     for index, (stage, values) in enumerate(scores.items()):
         _line(axes, [(layer, value) for layer, value in enumerate(values) if value.value > 0], stage, index)
-    axes.set_yscale("log")
+    logarithmic(axes)
     axes.set(xlabel="layer", ylabel="importance")
     axes.legend()
 

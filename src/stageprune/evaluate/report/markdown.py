@@ -24,7 +24,7 @@ def _block(block: Block) -> str:
         case Code(lines):
             longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
             fence = "`" * max(3, longest + 1)
-            return "\n".join([fence, *map(_one_line, lines), fence])
+            return "\n".join([fence, *(" ".join(line.splitlines()) for line in lines), fence])
         case Table():
             return _table(block)
         case Figure():

@@ -9,7 +9,7 @@ from typing import Any
 from stageprune.evaluate.report import show
 from stageprune.evaluate.report.content import Interval, Point
 from stageprune.evaluate.report.document import Block, Section, Table
-from stageprune.evaluate.report.figures import COLORS, MARKERS, Drawing
+from stageprune.evaluate.report.figures import COLORS, MARKERS, Drawing, logarithmic
 
 STAGES = {
     "prompt": "Quality against the speed of the prompt",
@@ -44,13 +44,13 @@ def sections(points: Sequence[Point], drawing: Drawing) -> list[Section]:
 
 def _group(point: Point) -> tuple[Any, ...]:
     """Points that can be compared: of the same text and the same measure of speed."""
-    return point.text, point.ideal, point.kl is None
+    return point.text, point.measure, point.kl is None
 
 
 def _blocks(points: list[Point], drawing: Drawing) -> list[Block]:
     best = frontier(points)
     by_kl = points[0].kl is not None
-    speed = "ideal speed-up" if points[0].ideal else "measured speed-up"
+    speed = points[0].measure
     what = "KL divergence from the dense model" if by_kl else "Share of tokens predicted as the dense model does"
     caption = (
         f"{what} against {speed}; the line joins the settings that no other one beats in both. {points[0].text}. "
@@ -100,7 +100,7 @@ def _draw(axes: Any, points: list[Point], best: list[int], speed: str, by_kl: bo
         linestyle="--", linewidth=1, color=axes.yaxis.label.get_color(), label="frontier", zorder=1,
     )  # fmt: skip
     if by_kl:
-        axes.set_yscale("log")
+        logarithmic(axes)
     axes.set(xlabel=f"{speed} (×)", ylabel="KL (nats per token)" if by_kl else "same prediction")
     axes.legend()
 

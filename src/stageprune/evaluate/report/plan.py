@@ -33,7 +33,7 @@ def part(path: Path) -> Part:
             "prefill-only pruning",
             "prompt",
             Interval.of(plan.speedup(candidate)),
-            True,
+            "ideal speed-up of the prompt",
             _kl(candidate),
             _agreement(candidate),
             text,
@@ -52,8 +52,8 @@ def sweep(path: Path, speeds: Speeds) -> Section:
     length = f", {found[0].prompt_length:,} tokens" if found else ""
     columns = ["ratio", "layers", "ideal speed-up", f"measured{length}", "KL (nats per token)", "same prediction"]
     rows = [["0 % (dense)", f"0 of {total}", show.factor(1), "–", "0", "100.0%"]]
-    for ratio in SWEEP:
-        candidate = last.get(round(ratio * total))
+    for ratio, count in _counts(total):
+        candidate = last.get(count)
         if candidate is None:
             continue
         measured = [speed for speed in found if speed.skipped_layers == len(candidate.layers)]
@@ -76,6 +76,13 @@ def sweep(path: Path, speeds: Speeds) -> Section:
         "± is the standard error over prompts; in brackets, the middle half of the measured speed-ups."
     )
     return Section(f"Sweep of the ratio ({path.name})", [Table(columns, rows, caption, text_columns=1)])
+
+
+def _counts(total: int) -> list[tuple[float, int]]:
+    """The ratios and their numbers of layers; of ratios that a small model rounds to the same number the nearest."""
+    inexact = sorted(SWEEP, key=lambda ratio: -abs(ratio * total - round(ratio * total)))
+    nearest = {round(ratio * total): ratio for ratio in inexact}
+    return sorted((ratio, count) for count, ratio in nearest.items())
 
 
 def _best_measured(speeds: Speeds, model: str) -> list[PromptSpeed]:

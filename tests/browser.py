@@ -17,25 +17,29 @@ _PAGE = """<!doctype html><style>body {{ margin: 0 }} iframe {{ border: 0; displ
 <script>
 onload = () => {{
   const page = document.querySelector("iframe").contentDocument, root = page.documentElement;
-  const box = (element) => {{ const {{left, right, width, height}} = element.getBoundingClientRect();
-    return {{left, right, width, height}}; }};
+  const box = (element) => {{
+    const {{left, right, width, height}} = element.getBoundingClientRect();
+    return {{left, right, width, height}};
+  }};
   document.getElementById("seen").textContent = JSON.stringify({{
     scroll: root.scrollWidth, client: root.clientWidth, height: root.scrollHeight,
     color: getComputedStyle(page.body).color, background: getComputedStyle(page.body).backgroundColor,
     figures: [...page.querySelectorAll("figure svg")].map(box),
     tables: [...page.querySelectorAll(".scroll")].map((element) => ({{...box(element),
-      inside: element.scrollWidth, overflow: getComputedStyle(element).overflowX}})),
+      overflow: getComputedStyle(element).overflowX}})),
     smallest: Math.min(...[...page.querySelectorAll("svg text")].map((text) =>
       parseFloat(getComputedStyle(text).fontSize) * text.ownerSVGElement.getScreenCTM().a)),
-    resources: performance.getEntriesByType("resource").map((entry) => entry.name).concat(
-      page.defaultView.performance.getEntriesByType("resource").map((entry) => entry.name)),
-    violations: page.querySelectorAll("script, link, img, iframe, object, embed").length,
+    texts: page.body.innerText,
+    resources: page.defaultView.performance.getEntriesByType("resource").map((entry) => entry.name),
+    active: page.querySelectorAll("script, link, img, iframe, object, embed").length,
   }});
 }};
 </script>"""
 
 
-def look(page: Path, folder: Path, *, width: int, height: int, dark: bool = False, name: str = "page") -> dict[str, Any]:
+def look(
+    page: Path, folder: Path, *, width: int, height: int, dark: bool = False, name: str = "page"
+) -> dict[str, Any]:
     """What a browser makes of a page whose window is `width` wide; its picture is `folder/name.png`.
 
     The page lies in a frame of that width, as a window cannot be as narrow as a phone.
