@@ -12,6 +12,8 @@ A test checks that the committed documents are what this script writes. The resu
     python benchmarks/fitted.py
     python benchmarks/fitted_speed.py
     python benchmarks/importance.py importance.json  (of stageprune analyze, see there)
+    python benchmarks/overlap.py
+and docs/results.md, all of them together, from `benchmarks/report.py`.
 """
 
 from __future__ import annotations
@@ -133,6 +135,7 @@ def documents() -> dict[Path, str]:
     import fitted
     import fitted_speed
     import importance
+    import report
     from ablation import table
 
     import channels
@@ -159,6 +162,7 @@ def documents() -> dict[Path, str]:
         layers: with_section(layers.read_text(), "importance", scores),
         calibrate: with_section(fitted_text, "fitted-kinds", fitted.kinds_table(fits)),
         readme: with_section(readme.read_text(), "speed", speed),
+        ROOT / "docs" / "results.md": report.page(),
         ROOT / "docs" / "ablation.md": table(json.loads((results / "ablation.json").read_text())),
     }
 

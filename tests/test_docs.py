@@ -15,7 +15,15 @@ from tables import documents  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    "path", ["README.md", "docs/ablation.md", "docs/calibrate.md", "docs/channels.md", "docs/importance.md"]
+    "path",
+    [
+        "README.md",
+        "docs/ablation.md",
+        "docs/calibrate.md",
+        "docs/channels.md",
+        "docs/importance.md",
+        "docs/results.md",
+    ],
 )
 def test_tables_match_the_result_files(path: str) -> None:
     content = {str(document.relative_to(ROOT)): text for document, text in documents().items()}[path]
