@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := -m pip --disable-pip-version-check --quiet install
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint format bench clean
+.PHONY: help demo test test-browser test-oldest lint format bench report clean
 
 help: ## show these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
@@ -25,8 +25,16 @@ demo: $(VENV)/.runtime ## compare a dense and a pruned model side by side on the
 bench: $(VENV)/.runtime ## measure the speed of the demo model, dense and pruned
 	HF_HUB_OFFLINE=1 $(BIN)/stageprune bench
 
+report: $(VENV)/.dev ## the tables and plots of the demo model: report.html; measures what docs/results lacks
+	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/report.py
+
 test: lint ## lint, type check, and all tests with the newest transformers
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+test-browser: $(VENV)/.dev ## the report in headless Chromium (on Debian: apt-get install chromium)
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || \
+		{ echo "no Chromium found; on Debian or Ubuntu: apt-get install chromium" >&2; exit 1; }
+	$(BIN)/python -m pytest tests/evaluate/test_report_page.py
 
 test-oldest: $(VENV_OLDEST)/.dev ## all tests with the oldest transformers that is supported
 	HF_HUB_OFFLINE=1 $(VENV_OLDEST)/bin/python -m pytest -n $(WORKERS)

@@ -13,6 +13,8 @@ A test checks that the committed documents are what this script writes. The resu
     python benchmarks/fitted_speed.py
     python benchmarks/importance.py importance.json  (of stageprune analyze, see there)
     python benchmarks/trained.py
+    python benchmarks/overlap.py
+and docs/results.md, all of them together, from `benchmarks/report.py`.
 """
 
 from __future__ import annotations
@@ -135,6 +137,7 @@ def documents() -> dict[Path, str]:
     import fitted_speed
     import importance
     import trained
+    import report
     from ablation import table
 
     import channels
@@ -167,6 +170,7 @@ def documents() -> dict[Path, str]:
         layers: with_section(layers.read_text(), "importance", scores),
         calibrate: with_section(fitted_text, "fitted-kinds", fitted.kinds_table(fits)),
         readme: with_section(readme.read_text(), "speed", speed),
+        ROOT / "docs" / "results.md": report.page(),
         ROOT / "docs" / "ablation.md": table(json.loads((results / "ablation.json").read_text())),
     }
 

@@ -23,6 +23,7 @@ from tables import documents  # noqa: E402
         "docs/channels.md",
         "docs/importance.md",
         "docs/trained.md",
+        "docs/results.md",
     ],
 )
 def test_tables_match_the_result_files(path: str) -> None:

@@ -79,7 +79,8 @@ def test_killed_and_restarted_gives_the_same_file(command, tiny: Path, tmp_path:
         options = ["--samples", "24", *OPTIONS, "--response-tokens", "24", "--batch", "1"]
         return ["analyze", str(tiny), *options, "--output", str(tmp_path / name)]
 
-    assert command(*arguments("whole.json")).code == 0
+    (tmp_path / "whole").mkdir()
+    assert command(*arguments("whole/i.json")).code == 0  # the file records its name
     partial = tmp_path / "i.json.partial"
     run_until(arguments("i.json"), partial, 3)
     found = len(json.loads(partial.read_text())["samples"])
@@ -88,7 +89,7 @@ def test_killed_and_restarted_gives_the_same_file(command, tiny: Path, tmp_path:
     result = command(*arguments("i.json"))
     assert result.code == 0, result.err
     assert f"going on after {found} of 24 samples" in result.err
-    assert (tmp_path / "i.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
+    assert (tmp_path / "i.json").read_bytes() == (tmp_path / "whole" / "i.json").read_bytes()
     assert not partial.exists()
 
 

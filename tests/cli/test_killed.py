@@ -26,7 +26,8 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_killed_at_any_moment(name: str, command, tiny: Path, tmp_path: Path) -> None:
     (verb, *options), parts = COMMANDS[name]
-    whole = tmp_path / "whole.json"
+    whole = tmp_path / "whole" / "o.json"  # the file records its name
+    whole.parent.mkdir()
     assert command(verb, tiny, *options, "--output", whole).code == 0
     kills = 0
     for moment in count():

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from stageprune.cli import options, parse
+from stageprune.cli.command_line import command_line
 from stageprune.cli.common import (
     UsageProblem,
     check_outputs,
@@ -150,7 +151,8 @@ def analyze(
             done=done,
             on_batch=on_batch,
         )
-    result = Importance(what["model"], what["settings"], scores)
+    settings = {**what["settings"], "command": command_line(), "system": system_info()}
+    result = Importance(what["model"], settings, scores)
     if output_file is not None:
         result.save(output_file)
     if plot is not None:

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from stageprune.cli import analyze, bench, calibrate, compare, doctor, generate, plan
+from stageprune.cli import analyze, bench, calibrate, compare, doctor, generate, plan, report
+from stageprune.cli.command_line import running
 from stageprune.cli.common import UsageProblem, console, one_line
 from stageprune.errors import StagePruneError
 
@@ -35,6 +36,7 @@ for command in (
     calibrate.calibrate,
     compare.compare,
     bench.bench,
+    report.report,
     doctor.doctor,
 ):
     app.command()(command)
@@ -69,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     try:
-        result = app(args=None if arguments is None else list(arguments), prog_name="stageprune", standalone_mode=False)
+        with running(arguments):
+            given = None if arguments is None else list(arguments)
+            result = app(args=given, prog_name="stageprune", standalone_mode=False)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         return 130

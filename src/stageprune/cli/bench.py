@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 
 from stageprune.cli import channel_options, options, parse, prompts, show
+from stageprune.cli.command_line import command_line
 from stageprune.cli.common import (
     UsageProblem,
     check_outputs,
@@ -31,6 +32,9 @@ from stageprune.methods import Method, OnlineChannelPruning
 if TYPE_CHECKING:
     from stageprune.evaluate.grid import Cell
     from stageprune.models import LoadedModel
+
+KIND = "stageprune-bench"
+"""Of the result file."""
 
 DECODE_TOKENS = 33
 """Generated to measure decoding: the first, and 32 that count."""
@@ -172,6 +176,8 @@ def _measure_model(
     with progress("measuring", 2 * repeats * grid.cells) as step:
         cells = list(run_grid(loaded.model, loaded.tokenizer, grid, step))
     data = {
+        "kind": KIND,
+        "command": command_line(),
         "model": name,
         "architecture": type(loaded.model).__name__,
         "parameters": loaded.model.num_parameters(),
@@ -226,6 +232,8 @@ def _measure_ffns(
             )
             results.append((method, speed))
     data = {
+        "kind": KIND,
+        "command": command_line(),
         "model": "single FFNs with random weights",
         "dtype": dtype,
         "device": device or "cpu",

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stageprune.cli import channel_options, options, parse, prompts, show
+from stageprune.cli.command_line import command_line
 from stageprune.cli.common import UsageProblem, console, load_model, output, progress, set_threads, shown_name
 from stageprune.methods import OnlineChannelPruning
 
@@ -111,6 +112,8 @@ def compare(
     ]
     if as_json:
         data = {
+            "kind": "stageprune-compare",
+            "command": command_line(),
             "model": shown_name(model),
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
             "device": str(loaded.model.device),

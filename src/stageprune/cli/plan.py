@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from stageprune.cli import options, parse, prompts, show
+from stageprune.cli.command_line import command_line
 from stageprune.cli.common import (
     UsageProblem,
     check_outputs,
@@ -195,7 +196,8 @@ def plan(
             on_step=on_step,
         )
     dense = prompt_flops(decoder, prompt_tokens)
-    result = Plan(what["model"], what["settings"], Bound(max_kl, min_agreement), dense, points)
+    settings = {**what["settings"], "command": command_line(), "system": system_info()}
+    result = Plan(what["model"], settings, Bound(max_kl, min_agreement), dense, points)
     if output_file is not None:
         result.save(output_file)
     if checkpoint is not None:
