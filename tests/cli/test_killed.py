@@ -6,6 +6,7 @@ import json
 import os
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,10 @@ COMMANDS = {
     "plan": (
         ("plan", "--max-kl", "0.1", "--search", "rules", "--prompts", "1", "--answer-tokens", "2", *COMMON, "40"),
         ["answers", "points"],
+    ),
+    "eval": (
+        ("eval", "--no-cache", "--prompts", "1", "--answer-tokens", "2", "--lengths", "40,50", *COMMON[:-1]),
+        ["answers", "scores"],
     ),
 }
 
@@ -43,12 +48,21 @@ def test_killed_at_any_moment(name: str, command, tiny: Path, tmp_path: Path) ->
         written = moment // MOMENTS_OF_A_WRITE + (moment % MOMENTS_OF_A_WRITE == 2)
         if written:
             found = json.loads(partial.read_text())
-            steps = sum(len(found[part]) for part in parts)
+            steps = sum(_count(found[part]) for part in parts)
             assert steps == written - output.exists(), "more than the current step is lost"
         result = command(*arguments)
         assert result.code == 0, (moment, result.err)
         assert ("going on" in result.err) == (written > 0)
         assert output.read_bytes() == whole.read_bytes(), moment
         assert [path.name for path in folder.iterdir()] == ["o.json"]
-    steps = 2 if name == "analyze" else 3
+    steps = {"analyze": 2, "plan": 3, "eval": 4}[name]
     assert kills == (steps + 1) * MOMENTS_OF_A_WRITE + 1, "each step, the result, and the end of the partial file"
+
+
+def _count(part: list[Any]) -> int:
+    """Steps in a list of them, or of lists of them: scores are kept by setting."""
+    return sum(map(len, part)) if part and isinstance(part[0], list) and not _is_answer(part[0]) else len(part)
+
+
+def _is_answer(part: list[Any]) -> bool:
+    return bool(part) and isinstance(part[0], int)

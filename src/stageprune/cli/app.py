@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stageprune.cli import analyze, bench, calibrate, compare, doctor, generate, plan, report
+from stageprune.cli import analyze, bench, calibrate, compare, doctor, evaluate, generate, plan, report
 from stageprune.cli.command_line import running
 from stageprune.cli.common import UsageProblem, console, one_line
 from stageprune.errors import StagePruneError
@@ -40,6 +40,7 @@ for command in (
     doctor.doctor,
 ):
     app.command()(command)
+app.command("eval")(evaluate.evaluate)
 
 
 def _version(value: bool) -> None:

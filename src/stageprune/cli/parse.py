@@ -116,6 +116,24 @@ def fraction(text: str) -> float:
     return 1.0 if re.fullmatch(r"\s*1(\.0*)?\s*", text) else ratio(text)
 
 
+def confidence(text: str) -> float:
+    """A share above 0 and below 1."""
+    value = ratio(text)
+    if value == 0:
+        raise typer.BadParameter(f"{text!r} is not above 0 and less than 1; give for example 0.95")
+    return value
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Words, separated by commas."""
+    values = [part.strip() for part in text.split(",")]
+    if not all(values):
+        raise typer.BadParameter(f"{text!r} is no list of names such as a,b")
+    if len(set(values)) != len(values):
+        raise typer.BadParameter(f"{text!r} names a value twice")
+    return tuple(values)
+
+
 def preset(text: str) -> str:
     """The name of settings of channel pruning."""
     if text not in PRESETS:

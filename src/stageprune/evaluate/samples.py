@@ -36,9 +36,12 @@ _QUESTIONS = (
     "What follows from this?",
 )
 _PIECE = 16  # tokens that a prompt cut from a document has at least, if the document is short
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 
 Messages: TypeAlias = list[dict[str, str]]
+
+
+ROLES_OF_SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+"""What its roles are called elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -77,38 +80,42 @@ def load_prompts(
         raise DataError(f"a prompt needs at least {LEAST} tokens, so that one is prefill; got {max_tokens}")
     order = random.Random(seed)
     if data is None:
-        prompts = _cut(tokenizer, "built-in text", calibration_text(), count, max_tokens, order)
+        prompts = cut(tokenizer, "built-in text", calibration_text(), count, max_tokens, order)
         return _asked(tokenizer, prompts, max_tokens) if questions else prompts
     opened = open_data(data)
     if isinstance(opened, str):
-        return _cut(tokenizer, _source(data), opened, count, max_tokens, order)
+        return cut(tokenizer, source_name(data), opened, count, max_tokens, order)
     found: list[tuple[int, ...]] = []
-    for prompt in _drawn(opened, order):
-        tokens = _tokens(tokenizer, prompt, max_tokens)
+    for index in drawn(opened, order):
+        tokens = prompt_tokens(tokenizer, prompt_at(opened, index), max_tokens)
         if tokens is not None:
             found.append(tokens)
         if len(found) == count:
             break
     if not found:
         raise DataError(f"no row of {data!r} fits into a prompt of {LEAST} to {max_tokens} tokens")
-    return Prompts(_source(data), tuple(found), count)
+    return Prompts(source_name(data), tuple(found), count)
 
 
-def _source(data: str) -> str:
+def source_name(data: str) -> str:
+    """Data as results name it: a file without the folders that it lies in."""
     return data.replace("\\", "/").rsplit("/", 1)[-1] if is_file(data) else data
 
 
-def _drawn(rows: Rows, order: random.Random) -> Iterator[str | Messages]:
-    """The prompts of all rows in random order; a local file is checked as a whole before the first."""
+def drawn(rows: Rows, order: random.Random) -> Iterator[int]:
+    """The indices of all rows in random order; a local file is checked as a whole before the first."""
     if rows.local:
         for index in range(len(rows.rows)):
-            _prompt(rows, index)
-    for index in order.sample(range(len(rows.rows)), len(rows.rows)):
-        yield _prompt(rows, index)
+            prompt_at(rows, index)
+    yield from order.sample(range(len(rows.rows)), len(rows.rows))
 
 
-def _prompt(rows: Rows, index: int) -> str | Messages:
-    """A bare text, or the messages of a chat that ends with the user's."""
+def prompt_at(rows: Rows, index: int) -> str | Messages:
+    """The prompt of a row: a bare text, or the messages of a chat that ends with the user's.
+
+    Raises:
+        DataError: if the row has none; names its place.
+    """
     row, where = rows.rows[index], rows.place(index)
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected an object with a field such as 'text', got {type(row).__name__}")
@@ -118,8 +125,8 @@ def _prompt(rows: Rows, index: int) -> str | Messages:
     for name in ("prompt", "text"):
         if row.get(name) is not None:
             value = row[name]
-            if not _is_text(value) or not value.strip():
-                raise DataError(f"{where}: {name!r} must be a text that is not empty, got {_shortened(value)}")
+            if not is_text(value) or not value.strip():
+                raise DataError(f"{where}: {name!r} must be a text that is not empty, got {shortened(value)}")
             return value if name == "text" else [{"role": "user", "content": value}]
     raise DataError(
         f"{where}: none of the fields 'messages', 'conversations', 'prompt' and 'text'; it has "
@@ -129,13 +136,13 @@ def _prompt(rows: Rows, index: int) -> str | Messages:
 
 def _chat(value: Any, role: str, content: str, where: str) -> Messages:
     if not isinstance(value, (list, tuple)) or not all(isinstance(message, dict) for message in value):
-        raise DataError(f"{where} must be a list of objects with {role!r} and {content!r}, got {_shortened(value)}")
+        raise DataError(f"{where} must be a list of objects with {role!r} and {content!r}, got {shortened(value)}")
     messages = []
     for message in value:
         parts = message.get(role), message.get(content)
-        if not all(map(_is_text, parts)):
-            raise DataError(f"{where}: a message needs the texts {role!r} and {content!r}, got {_shortened(message)}")
-        messages.append({"role": _ROLES.get(parts[0], parts[0]), "content": parts[1]})
+        if not all(map(is_text, parts)):
+            raise DataError(f"{where}: a message needs the texts {role!r} and {content!r}, got {shortened(message)}")
+        messages.append({"role": ROLES_OF_SHAREGPT.get(parts[0], parts[0]), "content": parts[1]})
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
@@ -143,17 +150,18 @@ def _chat(value: Any, role: str, content: str, where: str) -> Messages:
     return messages
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     """Whether this is a string that tokenizers take: JSON can also hold halves of characters."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-def _shortened(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """A value in a message: ASCII, and not too long."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def _tokens(tokenizer: Any, prompt: str | Messages, most: int) -> tuple[int, ...] | None:
+def prompt_tokens(tokenizer: Any, prompt: str | Messages, most: int) -> tuple[int, ...] | None:
     """The tokens of a prompt, at most `most`; None if it cannot be made to fit, or is too short."""
     if isinstance(prompt, list) and getattr(tokenizer, "chat_template", None):
         return _chat_tokens(tokenizer, prompt, most)
@@ -163,7 +171,7 @@ def _tokens(tokenizer: Any, prompt: str | Messages, most: int) -> tuple[int, ...
 
 
 def _chat_tokens(tokenizer: Any, messages: Messages, most: int) -> tuple[int, ...] | None:
-    """As `_tokens`; the last message is shortened from its end until the whole chat fits."""
+    """As `prompt_tokens`; the last message is shortened from its end until the whole chat fits."""
     content = tokenizer(messages[-1]["content"], add_special_tokens=False, verbose=False).input_ids
     while True:
         try:
@@ -179,7 +187,7 @@ def _chat_tokens(tokenizer: Any, messages: Messages, most: int) -> tuple[int, ..
         messages = [*messages[:-1], {**messages[-1], "content": tokenizer.decode(content)}]
 
 
-def _cut(tokenizer: Any, source: str, text: str, count: int, most: int, order: random.Random) -> Prompts:
+def cut(tokenizer: Any, source: str, text: str, count: int, most: int, order: random.Random) -> Prompts:
     """Distinct prompts from one document, as long as `count` of them can be."""
     prefix: Sequence[int] = special_prefix(tokenizer)
     tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids

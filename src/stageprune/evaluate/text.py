@@ -81,6 +81,14 @@ def held_out_prompts(tokenizer: Any, count: int, length: int) -> list[list[int]]
     ]
 
 
+def held_out_continuations(tokenizer: Any, count: int, length: int, tokens: int) -> list[list[int]]:
+    """How the text of each of `held_out_prompts` goes on, in `tokens` tokens; nothing where a question is asked."""
+    return [
+        [] if index % 2 else prompt_of(tokenizer, length + tokens, start=index * _STRIDE)[length:]
+        for index in range(count)
+    ]
+
+
 @cache
 def _split() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The paragraphs to calibrate on and the held-out ones."""

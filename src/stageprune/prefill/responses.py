@@ -41,7 +41,7 @@ def sample_responses(
     ids, mask = batch.input_ids[:, :-1], batch.mask[:, :-1]
     ends = end_tokens(model)
     noise = _GumbelNoise([_generator(seed, index) for index in indices])
-    with _plain_generation(model, ends):
+    with plain_generation(model, ends):
         tokens = model.generate(
             ids,
             attention_mask=mask,
@@ -80,7 +80,7 @@ def _generator(seed: int, index: int) -> torch.Generator:
 
 
 @contextmanager
-def _plain_generation(model: Any, ends: tuple[int, ...]) -> Iterator[None]:
+def plain_generation(model: Any, ends: tuple[int, ...]) -> Iterator[None]:
     """Generation without any of the model's defaults: `generate` fills in what a call leaves open from there."""
     original = model.generation_config
     model.generation_config = GenerationConfig(
