@@ -136,8 +136,8 @@ def documents() -> dict[Path, str]:
     import fitted
     import fitted_speed
     import importance
-    import trained
     import report
+    import trained
     from ablation import table
 
     import channels

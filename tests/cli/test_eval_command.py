@@ -166,3 +166,27 @@ def test_killed_with_a_cache(command: Any, tiny: Path, tmp_path: Path, own_cache
         assert output.read_bytes() == whole.read_bytes()
         assert [file.name.startswith(".") for file in own_cache.iterdir()] == [False]
     assert kills == 3 * 4 + 1
+
+
+def test_baselines_beside_the_methods(command: Any, tiny: Path, tmp_path: Path) -> None:
+    output = tmp_path / "o.json"
+    chosen = ("--baseline", "layer-dropping=1/2", "--baseline", "wanda-sp=0.2", "--baseline", "random-channels")
+    assert command("eval", tiny, *OPTIONS, *chosen, "-o", output).code == 0
+    rows = Evaluation.load(output).rows
+    assert [row.name for row in rows] == ["dense", "layer-dropping 0.5", "wanda-sp 0.2", "random-channels 0.2"]
+    assert [row.setting["calibration"] is None for row in rows] == [True, True, False, True]
+    assert all(row.ideal[90].prefill > 1 for row in rows[1:])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nothing", "no such baseline; known: layer-dropping"),
+        ("flap=2", "'2' is not at least 0"),
+        ("flap=", "fraction"),
+    ],
+)
+def test_wrong_baselines(command: Any, tiny: Path, text: str, says: str) -> None:
+    shown = command("eval", tiny, *OPTIONS, "--baseline", text)
+    assert shown.code == 2
+    assert says in " ".join(shown.err.split())

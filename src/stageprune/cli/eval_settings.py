@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import typer
 from torch import nn
 
-from stageprune.cli import channel_options, options
+from stageprune.cli import channel_options, options, parse
 from stageprune.cli.common import UsageProblem
-from stageprune.methods import OnlineChannelPruning
+from stageprune.methods import Method, OnlineChannelPruning
 from stageprune.settings_file import SettingsFile
 
 if TYPE_CHECKING:
     from stageprune.evaluate.setting import Setting
+
+
+CALIBRATION_TEXTS, CALIBRATION_TOKENS = 32, 256
+"""Of the built-in text, for baselines that need some."""
 
 
 def settings_of(
@@ -23,8 +29,9 @@ def settings_of(
     channel_ratios: Sequence[float] | None,
     channels: OnlineChannelPruning | None,
     files: Sequence[Path],
+    baselines: Sequence[str],
 ) -> tuple[Setting, ...]:
-    """Every combination of the ratios, and what the files say, each once; of files alone no other.
+    """Every combination of the ratios, what the files say and the baselines, each once; of those two alone no other.
 
     Raises:
         UsageProblem: if options contradict each other, or leave nothing to measure.
@@ -33,14 +40,44 @@ def settings_of(
     from stageprune.evaluate.setting import Setting, distinct, setting_of
 
     found = []
-    if not files or ratios is not None or layers.given or channels is not None:
+    if not (files or baselines) or ratios is not None or layers.given or channels is not None:
         grid = channel_options.grid_of(ratios, layers, channel_ratios, channels)
         found += [setting_of(*methods) for methods in grid]
     found += [Setting(file.stem, SettingsFile.load(file).methods) for file in files]
+    found += [setting_of(_baseline(text)) for text in baselines]
     settings = distinct(found)
     if not settings:
         raise UsageProblem("nothing to measure: all these settings leave the model dense")
     return settings
+
+
+def with_calibration(settings: Sequence[Setting], tokenizer: Any) -> tuple[Setting, ...]:
+    """The same, with the built-in calibration text for the baselines that need some."""
+    from stageprune.baselines import Baseline
+    from stageprune.evaluate.text import calibration_prompts
+
+    def needs(method: Method) -> bool:
+        return isinstance(method, Baseline) and method.needs_calibration
+
+    if not any(needs(method) for setting in settings for method in setting.methods):
+        return tuple(settings)
+    texts = calibration_prompts(tokenizer, CALIBRATION_TEXTS, CALIBRATION_TOKENS)
+    return tuple(
+        replace(setting, calibration=texts) if any(map(needs, setting.methods)) else setting for setting in settings
+    )
+
+
+def _baseline(text: str) -> Method:
+    """From `NAME` or `NAME=RATIO`."""
+    from stageprune.baselines import BASELINES
+
+    name, equals, ratio = (part.strip() for part in text.partition("="))
+    if name not in BASELINES:
+        raise UsageProblem(f"--baseline {text}: no such baseline; known: {', '.join(BASELINES)}")
+    try:
+        return BASELINES[name](**({"ratio": parse.ratio(ratio)} if equals else {}))
+    except typer.BadParameter as error:
+        raise UsageProblem(f"--baseline {text}: {error.message}") from error
 
 
 def check_files(model: nn.Module, layers: options.LayerOptions, files: Sequence[Path]) -> None:

@@ -71,6 +71,16 @@ def evaluate(
             help="Also prune as this file says, such as a stageprune.json. Can be given several times.",
         ),
     ] = None,
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--baseline",
+            metavar="NAME[=RATIO]",
+            show_default=False,
+            help="Also measure this one: layer-dropping, shortgpt, slicegpt, wanda, wanda-sp, flap, probe-pruning, "
+            "magnitude or random-channels. Can be given several times.",
+        ),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -144,10 +154,11 @@ def evaluate(
         channel_setting,
     )
     layer_options = options.LayerOptions(layers, importance, contiguous, projections)
-    chosen = eval_settings.settings_of(ratios, layer_options, channel_ratio, channels, files)
+    chosen = eval_settings.settings_of(ratios, layer_options, channel_ratio, channels, files, baseline or [])
     set_threads(threads)
     loaded = load_model(model, dtype, device)
     eval_settings.check_files(loaded.model, layer_options, files)
+    chosen = eval_settings.with_calibration(chosen, loaded.tokenizer)
 
     from stageprune.evaluate.bootstrap import Bootstrap
     from stageprune.evaluate.evaluation import Evaluation

@@ -33,8 +33,8 @@ class Setting:
         Raises:
             SettingError, UnsupportedModelError, ResultFileError: as `prune` does.
         """
-        options: dict[str, Any] = {} if self.calibration is None else {"calibration": self.calibration}
-        return prune(model, *self.methods, **options)
+        handle: Handle = prune(model, *self.methods, calibration=self.calibration)
+        return handle
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready data, with a checksum in place of the calibration prompts."""

@@ -89,6 +89,14 @@ def held_out_continuations(tokenizer: Any, count: int, length: int, tokens: int)
     ]
 
 
+def calibration_prompts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
+    """Pieces of the calibration text, evenly spread: `count` of `length` tokens each, bare prose."""
+    tokens: list[int] = tokenizer(calibration_text(), add_special_tokens=False, verbose=False).input_ids
+    stride = max(len(tokens) // count, 1)
+    pieces = [tokens[start : start + length] for start in range(0, count * stride, stride)]
+    return [piece for piece in pieces if len(piece) > 1]
+
+
 @cache
 def _split() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The paragraphs to calibrate on and the held-out ones."""
