@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeVar, get_args
 
 import typer
 
+from stageprune.evaluate.peers import NAMES as PEERS
 from stageprune.methods import LayerRule
-from stageprune.methods.online_channels import PRESETS
+from stageprune.methods.online_channels import PRESETS, BackendName
 
 DTYPES = {
     "auto": "auto",
@@ -114,6 +116,26 @@ def ratios(text: str) -> tuple[float, ...]:
 def fraction(text: str) -> float:
     """A share from 0 to 1, both included: a decimal number or a fraction."""
     return 1.0 if re.fullmatch(r"\s*1(\.0*)?\s*", text) else ratio(text)
+
+
+def backends(text: str) -> tuple[BackendName, ...]:
+    """Names of what runs pruned FFNs, separated by commas."""
+    return _names(text, get_args(BackendName))  # type: ignore[return-value]
+
+
+def peers(text: str) -> tuple[str, ...]:
+    """Names of what the dense model is compared with, separated by commas."""
+    return _names(text, PEERS)
+
+
+def _names(text: str, known: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}")
+    if len(set(names)) != len(names):
+        raise typer.BadParameter(f"{text!r} names a value twice")
+    return names
 
 
 def preset(text: str) -> str:
