@@ -16,20 +16,10 @@ from typing import Any
 from stageprune.files import write_file
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMAND = [
-    "compare",
-    "--channel-ratio",
-    "0.22475",
-    "--length",
-    "256",
-    "--max-new-tokens",
-    "32",
-    "--repeats",
-    "1",
-    "--threads",
-    "2",
-    "--json",
-]
+COMMAND = (
+    *("compare", "--channel-ratio", "0.22475", "--length", "256", "--max-new-tokens", "32"),
+    *("--repeats", "1", "--threads", "2", "--json"),
+)
 
 
 def summary(data: dict[str, Any]) -> dict[str, Any]:

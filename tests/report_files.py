@@ -8,6 +8,7 @@ from typing import Any
 
 from stageprune.evaluate.plan import Bound, Plan, Point
 from stageprune.prefill.importance import Drift, Importance, SampleScore
+from stageprune.records import write_record
 
 EVIL = '<script>alert(1)</script> | $x$ "q" [a](http://evil.example/) `c` &amp; *b*'
 SYSTEM = {"stageprune": "0.1.0", "torch": "2.13.0", "transformers": "5.24.0", "cpu": "A & B <cpu>", "threads": 2}
@@ -102,6 +103,32 @@ def compare(folder: Path) -> Path:
     rows = [{"layer": 0, "observed": None}, {"layer": 1, "observed": seen}]
     data = {"model": "tiny", "dtype": "float32", "system": SYSTEM, "teacher_forced_agreement": 1.0, "prefill": {}}
     return write(folder / "compare.json", {**data, "report": {"channels": rows}})
+
+
+def evaluation(folder: Path, name: str = "a baseline") -> Path:
+    """The dense model, one setting, and one baseline that prunes generation only; one bucket."""
+
+    def row(setting: str, method: str | None, kl: float, prefill: float, decode: float) -> dict[str, Any]:
+        def estimate(value: float) -> dict[str, float]:
+            return {"value": value, "lower": value * 0.9, "upper": value * 1.1}
+
+        metrics = {"kl": estimate(kl), "agreement": estimate(0.8), "perplexity": estimate(9.0)}
+        answers = {"answers": {**metrics, "matched_share": estimate(0.5)}, "references": {}}
+        return {
+            "setting": {"name": setting, "methods": [] if method is None else [{"method": method}]},
+            "ideal": {"64": {"prompt_tokens": 60, "prefill": prefill, "decode": decode}},
+            "summary": {"all": answers, "64": answers},
+        }
+
+    rows = [
+        row("dense", None, 0.0, 1.0, 1.0),
+        row("layers 0.5", "prefill-only-pruning", 0.2, 1.9, 1.0),
+        row(name, "wanda", 0.4, 1.0, 1.2),
+    ]
+    settings = {"count": 7, "data": "t.jsonl", "command": "stageprune eval tiny", "system": SYSTEM}
+    path = folder / "eval.json"
+    write_record(path, "stageprune-eval", 1, {"model": {"name": "tiny"}, "settings": settings, "rows": rows})
+    return path
 
 
 def write(path: Path, data: Any) -> Path:

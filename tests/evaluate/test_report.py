@@ -67,6 +67,17 @@ def test_tables_are_those_of_the_files(everything: list[Path]) -> None:
     assert made[:4] == ["bench.json", "tiny, float32", "A & B <cpu>", "2 threads"]
 
 
+def test_an_evaluation_has_rows_with_intervals_and_a_plot_for_each_stage(tmp_path: Path) -> None:
+    text = html.render(report([results.evaluation(tmp_path, results.EVIL)], draw_figure))
+    page = Page(text)
+    shared = ["80.0% [72.0%, 88.0%]", "9", "50.0% [45.0%, 55.0%]"]
+    assert ["layers 0.5", "0.2 [0.18, 0.22]", *shared, "1.90×", "1.00×"] in page.rows
+    assert [results.EVIL, "0.4 [0.36, 0.44]", *shared, "1.00×", "1.20×"] in page.rows
+    assert sum(tag == "svg" for tag, _ in page.tags) == 2
+    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img"})
+    assert "stageprune eval tiny  # eval.json" in text
+
+
 def test_the_commands_can_be_copied(everything: list[Path]) -> None:
     document = report(everything, no_figure)
     code = next(block for block in document.sections[-1].blocks if isinstance(block, Code))

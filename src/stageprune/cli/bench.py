@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from stageprune.cli import channel_options, options, parse, prompts, show
+from stageprune.cli import bench_tables, channel_options, options, parse, prompts, show
 from stageprune.cli.command_line import command_line
 from stageprune.cli.common import (
     UsageProblem,
@@ -28,9 +26,9 @@ from stageprune.cli.common import (
 )
 from stageprune.files import write_file
 from stageprune.methods import Method, OnlineChannelPruning
+from stageprune.methods.online_channels import BackendName
 
 if TYPE_CHECKING:
-    from stageprune.evaluate.grid import Cell
     from stageprune.models import LoadedModel
 
 KIND = "stageprune-bench"
@@ -74,16 +72,40 @@ def bench(
     partition_fraction: channel_options.PartitionFraction = None,
     selection: channel_options.SelectionRule = None,
     channel_preset: channel_options.Preset = None,
-    channel_backend: channel_options.Backend = None,
+    channel_backend: channel_options.Backends = None,
     channel_setting: channel_options.Others = None,
     what: Annotated[
-        Literal["prefill", "decode", "all", "ffn"],
+        Literal["prefill", "decode", "answer", "all", "ffn"],
         typer.Option(
             "--what",
-            help="The time to the first token and its memory, the tokens after it, or both; ffn: single pruned FFNs of "
-            "the shapes that --shapes names, without a model.",
+            help="The time to the first token and its memory, the tokens after it, whole answers, or all of that; ffn: "
+            "single pruned FFNs of the shapes that --shapes names, without a model.",
         ),
     ] = "prefill",
+    new_tokens: Annotated[
+        Any,
+        typer.Option(
+            "--new-tokens",
+            parser=parse.count,
+            metavar="N",
+            show_default=str(DECODE_TOKENS),
+            help="Length of the answers, for all but --what prefill and ffn.",
+        ),
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also split the time into attention, FFNs and the rest.")
+    ] = False,
+    peers: Annotated[
+        Any,
+        typer.Option(
+            "--peers",
+            parser=parse.peers,
+            metavar="P,P,...",
+            show_default=False,
+            help="Also measure the dense model in others' hands: compile (torch.compile), vllm, llama.cpp; where they "
+            "are installed.",
+        ),
+    ] = None,
     shapes: Annotated[
         Any,
         typer.Option(
@@ -120,65 +142,89 @@ def bench(
         raise UsageProblem(
             f"{max(batch)} prompts of {max(lengths)} tokens are more than {MOST_TOKENS} tokens at a time"
         )
+    backend = channel_backend[0] if channel_backend else None
     channels = channel_options.channels_of(
         channel_ratio[0] if channel_ratio else None,
         partition_fraction,
         selection,
         channel_preset,
-        channel_backend,
+        backend,
         channel_setting,
     )
     layer_options = options.LayerOptions(layers, importance, contiguous, projections)
     if what == "ffn" and (settings is not None or layer_options.given):
         raise UsageProblem("--what ffn measures single FFNs without a model: no option about layers or files can apply")
+    if what == "ffn" and (profile or peers or new_tokens):
+        raise UsageProblem("--what ffn measures single FFNs: --profile, --peers and --new-tokens cannot apply")
+    if what == "prefill" and new_tokens:
+        raise UsageProblem("--what prefill generates one token: for --new-tokens take --what decode, answer or all")
+    if what in ("decode", "answer", "all") and new_tokens == 1:
+        raise UsageProblem(f"--what {what} needs at least two --new-tokens")
     if settings is None:
-        grid = channel_options.grid_of(ratios, layer_options, channel_ratio, channels)
+        grid = channel_options.grid_of(ratios, layer_options, channel_ratio, channels, channel_backend)
     else:
         grid = [channel_options.methods_or_file(settings, ratios and ratios[0], layer_options, channels)]
     set_threads(threads)
     if what == "ffn":
-        data, tables = _measure_ffns(shapes, channels, channel_ratio, batch, dtype, device, repeats, seconds)
+        data, tables = _measure_ffns(
+            shapes, channels, channel_ratio, channel_backend, batch, dtype, device, repeats, seconds
+        )
     else:
         loaded = load_model(model, dtype, device)
         channel_options.check_model(loaded.model, settings, layer_options)
-        data, tables = _measure_model(loaded, shown_name(model), lengths, grid, batch, what, repeats, seconds)
+        tokens = 1 if what == "prefill" else new_tokens or DECODE_TOKENS
+        what_else = _Extra(profile, peers or (), model)
+        data, tables = _measure_model(loaded, lengths, grid, batch, what, tokens, repeats, seconds, what_else)
     if csv_file is not None:
-        write_file(csv_file, _csv(data["cells"]))
+        write_file(csv_file, bench_tables.as_csv(data["cells"]))
     if json_path is not None:
         write_file(json_path, json.dumps(data, indent=2) + "\n")
     if json_file == "-":
         typer.echo(json.dumps(data, indent=2))
         return
-    output.print(_headline(data), markup=False, soft_wrap=True)
+    output.print(bench_tables.headline(data), markup=False, soft_wrap=True)
     for table in tables:
         output.print(table, soft_wrap=True)
     for path in paths:
         console.print(f"written: {path}", style="dim", markup=False, soft_wrap=True)
 
 
+@dataclass(frozen=True)
+class _Extra:
+    """What is measured besides: parts of the time, and peers, which load `source` themselves."""
+
+    profile: bool
+    peers: Sequence[str]
+    source: str
+
+
 def _measure_model(
     loaded: LoadedModel,
-    name: str,
     lengths: Sequence[int],
     settings: Sequence[Sequence[Method]],
     batches: Sequence[int],
     what: str,
+    new_tokens: int,
     repeats: int,
     seconds: float,
+    extra: _Extra,
 ) -> tuple[dict[str, Any], list[Table | str]]:
     from stageprune.evaluate.grid import Grid, run_grid
+    from stageprune.evaluate.peers.run import run_peers
     from stageprune.evaluate.system import system_info
 
-    new_tokens = 1 if what == "prefill" else DECODE_TOKENS
     for length in lengths:
-        prompts.check_fits(loaded.model, length, new_tokens)
-    grid = Grid(lengths, settings, batches, what != "decode", new_tokens, repeats, seconds)
-    with progress("measuring", 2 * repeats * grid.cells) as step:
+        prompts.check_fits(loaded.model, length, new_tokens, "--new-tokens")
+    first = what in ("prefill", "all")
+    grid = Grid(lengths, settings, batches, first, new_tokens, repeats, seconds, extra.profile)
+    turns = 2 * repeats * (grid.cells + len(extra.peers) * len(lengths) * len(batches))
+    with progress("measuring", turns) as step:
         cells = list(run_grid(loaded.model, loaded.tokenizer, grid, step))
+        found = list(run_peers(extra.peers, loaded.model, loaded.tokenizer, extra.source, grid, step))
     data = {
         "kind": KIND,
         "command": command_line(),
-        "model": name,
+        "model": shown_name(extra.source),
         "architecture": type(loaded.model).__name__,
         "parameters": loaded.model.num_parameters(),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -186,12 +232,19 @@ def _measure_model(
         "attention": loaded.model.config._attn_implementation,
         "system": system_info(),
         "cells": [cell.to_dict() for cell in cells],
+        "peers": [peer.to_dict() for peer in found],
     }
     tables: list[Table | str] = []
-    if what != "decode":
-        tables.append(_prefill_table(cells))
-    if what != "prefill":
-        tables.append(_decode_table(cells))
+    if first:
+        tables.append(bench_tables.first_tokens(cells))
+    if what in ("decode", "all"):
+        tables.append(bench_tables.generation(cells))
+    if what in ("answer", "all"):
+        tables.append(bench_tables.answers(cells))
+    if extra.profile:
+        tables.append(bench_tables.profiles(cells))
+    if found:
+        tables += bench_tables.peers(found)
     if any(cell.is_wide for cell in cells):
         tables.append(show.BUSY)
     return data, tables
@@ -201,6 +254,7 @@ def _measure_ffns(
     shapes: Sequence[tuple[int, int]],
     channels: OnlineChannelPruning | None,
     ratios: Sequence[float] | None,
+    backends: Sequence[BackendName] | None,
     batches: Sequence[int],
     dtype: str,
     device: str | None,
@@ -216,6 +270,7 @@ def _measure_ffns(
         dtype = "bfloat16"
     base = channels or OnlineChannelPruning()
     settings = [base] if base.mlp_ratio is not None else [replace(base, mlp_ratio=ratio) for ratio in ratios or (0.3,)]
+    settings = [replace(one, backend=backend) for one in settings for backend in backends or (one.backend,)]
     results = []
     with progress("measuring", 2 * (repeats + 1) * len(shapes) * len(settings) * len(batches)) as step:
         for (hidden_size, intermediate_size), method, rows in product(shapes, settings, batches):
@@ -240,113 +295,6 @@ def _measure_ffns(
         "system": system_info(),
         "cells": [{"method": method.to_dict(), **result.to_dict()} for method, result in results],
     }
-    table = Table(title="one FFN, a generated token", title_justify="left")
-    names = ("shape", "MLP ratio", "rows", "backend", "dense", "pruned", "speed-up", "quartiles", "ideal", "achieved")
-    for name in (*names, "preparation"):
-        table.add_column(name, justify="right")
-    for method, result in results:
-        table.add_row(
-            f"{result.hidden_size} x {result.intermediate_size}",
-            f"{method.mlp_ratio or 0:.3g}",
-            str(result.rows),
-            result.backend,
-            show.seconds(result.dense_s.median),
-            show.seconds(result.pruned_s.median),
-            show.factor(result.speedup.median),
-            show.quartiles(result.speedup),
-            show.factor(result.ideal_speedup),
-            f"{result.achieved:.0%}",
-            show.seconds(result.preparation_s.median),
-        )
+    table = bench_tables.ffns(results)
     busy = any(result.dense_s.is_wide or result.pruned_s.is_wide for _, result in results)
     return data, [table, *([show.BUSY] if busy else [])]
-
-
-def _headline(data: dict[str, Any]) -> str:
-    system = data["system"]
-    where = (
-        ", ".join(system["accelerators"])
-        if data["device"] != "cpu"
-        else f"{system['cpu']}, {system['threads']} threads"
-    )
-    size = f"{data['architecture']}, {data['parameters'] / 1e6:,.0f} M parameters, " if "parameters" in data else ""
-    versions = f"torch {system['torch']}, transformers {system['transformers']}"
-    return f"{data['model']}: {size}{data['dtype']}; {where}; {versions}"
-
-
-def _prefill_table(cells: list[Cell]) -> Table:
-    table = Table(title="time to the first token", title_justify="left")
-    names = ("pruned", "batch", "tokens", "dense", "pruned", "speed-up", "quartiles", "pairs", "ideal", "achieved")
-    for name in (*names, "peak dense", "peak pruned"):
-        table.add_column(name, justify="right")
-    for cell in cells:
-        if cell.prefill is None or cell.memory is None:
-            continue
-        table.add_row(
-            *_labels(cell),
-            *map(show.seconds, cell.prefill.typical_s),
-            show.factor(cell.prefill.speedup.median),
-            show.quartiles(cell.prefill.speedup),
-            str(cell.pairs),
-            show.factor(cell.prefill.ideal_speedup),
-            f"{cell.prefill.achieved:.0%}",
-            show.megabytes(cell.memory.dense_bytes),
-            show.megabytes(cell.memory.pruned_bytes),
-        )
-    return table
-
-
-def _decode_table(cells: list[Cell]) -> Table:
-    table = Table(title="generation after the first token", title_justify="left")
-    names = ("pruned", "batch", "tokens", "dense", "pruned", "speed-up", "quartiles", "pairs", "ideal", "achieved")
-    for name in (*names, "preparation", "break-even"):
-        table.add_column(name, justify="right")
-    for cell in cells:
-        decode = cell.decode
-        if decode is None:
-            continue
-        prepared, after = decode.preparation_steps, decode.break_even_tokens
-        table.add_row(
-            *_labels(cell),
-            *map(show.rate, decode.typical_tokens_per_s),
-            show.factor(decode.speedup.median),
-            show.quartiles(decode.speedup),
-            str(cell.pairs),
-            show.factor(decode.ideal_speedup),
-            f"{decode.achieved:.0%}",
-            "-" if prepared is None else f"{prepared:.2f} steps",
-            "never" if after is None else f"{after:.0f} tokens",
-        )
-    return table
-
-
-def _labels(cell: Cell) -> tuple[str, str, str]:
-    parts = []
-    if cell.ratio is not None:
-        parts.append(f"layers {cell.ratio:.3g}")
-    elif cell.skipped_layers:
-        parts.append(f"{cell.skipped_layers} layers, fitted")
-    if cell.channels is not None:
-        parts.append(f"channels, {cell.ffn_bytes:.0%} of FFN bytes ({', '.join(cell.backends)})")
-    return "; ".join(parts), str(cell.batch), f"{cell.prompt_length:,}"
-
-
-def _csv(cells: list[dict[str, Any]]) -> str:
-    """One line a cell, with the nested results as dotted columns."""
-    rows = [_flat(cell) for cell in cells]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, columns)
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
-
-
-def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in data.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        elif value is not None:
-            flat[prefix + name] = value
-    return flat

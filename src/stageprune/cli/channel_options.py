@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from torch import nn
@@ -66,6 +66,16 @@ Preset = Annotated[
 Backend = Annotated[
     BackendName | None,
     typer.Option("--channel-backend", show_default=False, help="What runs pruned FFNs. Default: auto."),
+]
+Backends = Annotated[
+    Any,
+    typer.Option(
+        "--channel-backend",
+        parser=parse.backends,
+        metavar="B,B,...",
+        show_default=False,
+        help=f"What runs pruned FFNs: {', '.join(get_args(BackendName))}. Default: auto.",
+    ),
 ]
 
 Others = Annotated[
@@ -192,11 +202,13 @@ def grid_of(
     layers: LayerOptions,
     channel_ratios: Sequence[float] | None,
     channels: OnlineChannelPruning | None,
+    backends: Sequence[BackendName] | None = None,
 ) -> list[tuple[Method, ...]]:
-    """`methods_of` for every combination of several ratios."""
+    """`methods_of` for every combination of several ratios and backends."""
     if channels is None:
         return [(layers.method(ratio),) for ratio in ratios or (None,)]
     variants = [replace(channels, ratio=ratio) for ratio in channel_ratios] if channel_ratios else [channels]
+    variants = [replace(one, backend=backend) for one in variants for backend in backends or (one.backend,)]
     if ratios is None and layers.projections is None:
         return [(variant,) for variant in variants]
     methods = [layers.method(ratio) for ratio in ratios or (None,)]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeVar, get_args
 
 import typer
 
+from stageprune.evaluate.peers import NAMES as PEERS
 from stageprune.methods import LayerRule
-from stageprune.methods.online_channels import PRESETS
+from stageprune.methods.online_channels import PRESETS, BackendName
 
 DTYPES = {
     "auto": "auto",
@@ -132,6 +134,26 @@ def names(text: str) -> tuple[str, ...]:
     if len(set(values)) != len(values):
         raise typer.BadParameter(f"{text!r} names a value twice")
     return tuple(values)
+
+
+def backends(text: str) -> tuple[BackendName, ...]:
+    """Names of what runs pruned FFNs, separated by commas."""
+    return _names(text, get_args(BackendName))  # type: ignore[return-value]
+
+
+def peers(text: str) -> tuple[str, ...]:
+    """Names of what the dense model is compared with, separated by commas."""
+    return _names(text, PEERS)
+
+
+def _names(text: str, known: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}")
+    if len(set(names)) != len(names):
+        raise typer.BadParameter(f"{text!r} names a value twice")
+    return names
 
 
 def preset(text: str) -> str:

@@ -30,6 +30,11 @@ class TimedAnswer:
         return self.seconds[0]
 
     @property
+    def total_s(self) -> float:
+        """Time of the whole answer, in seconds."""
+        return self.seconds[-1]
+
+    @property
     def token_s(self) -> float | None:
         """Time of each token after the first (TPOT), in seconds: their median; None if there was only one token."""
         steps = [after - before for before, after in pairwise(self.seconds)]

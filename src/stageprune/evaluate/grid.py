@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from stageprune.evaluate.profile import Profile, profile
 from stageprune.evaluate.speed import (
+    AnswerSpeed,
     DecodeSpeed,
+    Pair,
     PrefillMemory,
     PrefillSpeed,
     alternate,
+    answer_speed,
     decode_speed,
     prefill_memory,
     prefill_speed,
@@ -21,7 +26,7 @@ from stageprune.evaluate.speed import (
 )
 from stageprune.evaluate.text import prompt_of
 from stageprune.methods import Method, OnlineChannelPruning, PrefillOnlyPruning
-from stageprune.pruning import prune
+from stageprune.pruning import Handle, prune
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Grid:
         new_tokens: how many tokens to generate to measure decoding; 1 for no such measurement.
         pairs: of dense and pruned turns, at least.
         seconds: for each cell, at least.
+        profile: whether to split the time into attention, FFNs and the rest.
     """
 
     lengths: Sequence[int]
@@ -45,6 +51,7 @@ class Grid:
     new_tokens: int = 1
     pairs: int = 5
     seconds: float = 0.0
+    profile: bool = False
 
     @property
     def cells(self) -> int:
@@ -64,7 +71,7 @@ class Cell:
         batch: rows per call.
         prompt_length: in tokens.
         pairs: of turns that were run.
-        prefill, memory, decode: the results; None for what was not asked for.
+        prefill, memory, decode, answer, profile: the results; None for what was not asked for.
     """
 
     methods: tuple[Method, ...]
@@ -77,6 +84,8 @@ class Cell:
     prefill: PrefillSpeed | None
     memory: PrefillMemory | None
     decode: DecodeSpeed | None
+    answer: AnswerSpeed | None
+    profile: Profile | None
 
     @property
     def ratio(self) -> float | None:
@@ -110,6 +119,8 @@ class Cell:
             "prefill": self.prefill and self.prefill.to_dict(),
             "memory": self.memory and self.memory.to_dict(),
             "decode": self.decode and self.decode.to_dict(),
+            "answer": self.answer and self.answer.to_dict(),
+            "profile": self.profile and self.profile.to_dict(),
         }
 
 
@@ -143,6 +154,8 @@ def run_grid(
                     )
                     prefill = prefill_speed(handle, length, turns) if grid.prefill else None
                     decode = decode_speed(handle, length, turns) if grid.new_tokens > 1 else None
+                    answer = answer_speed(handle, length, turns) if grid.new_tokens > 1 else None
+                    parts = _profile(handle, input_ids, turns) if grid.profile else None
                     yield Cell(
                         tuple(methods),
                         skipped,
@@ -154,4 +167,11 @@ def run_grid(
                         prefill,
                         memory,
                         decode,
+                        answer,
+                        parts,
                     )
+
+
+def _profile(handle: Handle, input_ids: torch.Tensor, turns: list[Pair]) -> Profile:
+    dense, pruned = (statistics.median(pair[kind].total_s for pair in turns) for kind in (0, 1))
+    return profile(handle, input_ids, turns[0][0].tokens.shape[1], (dense, pruned))

@@ -103,6 +103,45 @@ class DecodeSpeed:
 
 
 @dataclass(frozen=True)
+class AnswerSpeed:
+    """A whole `generate()` call, from the prompt to the last token.
+
+    Attributes:
+        new_tokens: of each row.
+        dense_s: of the dense model, in seconds.
+        pruned_s: of the pruned model, in seconds.
+        speedup: dense over pruned, per pair of turns.
+        tokens_per_s: generated tokens over the time of the whole call, of all rows together: dense and pruned, in the
+            pair whose speed-up is the median.
+        ideal_speedup: if both stages, weighted by the dense model's times, had their ideal speed-up.
+    """
+
+    new_tokens: int
+    dense_s: Spread
+    pruned_s: Spread
+    speedup: Spread
+    tokens_per_s: tuple[float, float]
+    ideal_speedup: float
+
+    @property
+    def achieved(self) -> float:
+        """The share of the ideal speed-up that was measured."""
+        return self.speedup.median / self.ideal_speedup
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready data."""
+        return {
+            "new_tokens": self.new_tokens,
+            "dense_s": self.dense_s.to_dict(),
+            "pruned_s": self.pruned_s.to_dict(),
+            "speedup": self.speedup.to_dict(),
+            "tokens_per_s": {"dense": self.tokens_per_s[0], "pruned": self.tokens_per_s[1]},
+            "ideal_speedup": self.ideal_speedup,
+            "achieved": self.achieved,
+        }
+
+
+@dataclass(frozen=True)
 class PrefillMemory:
     """Peak memory of `generate(max_new_tokens=1)` on top of the weights, in bytes; None where it is not known."""
 
@@ -184,6 +223,22 @@ def decode_speed(handle: Handle, prompt_length: int, pairs: list[Pair]) -> Decod
         None if report.preparation_s is None else report.preparation_s / step,
         _break_even(pairs),
     )
+
+
+def answer_speed(handle: Handle, prompt_length: int, pairs: list[Pair]) -> AnswerSpeed:
+    """The speed of whole answers in `alternate()`'s results on prompts of `prompt_length` tokens."""
+    dense = [turn.total_s for turn, _ in pairs]
+    pruned = [turn.total_s for _, turn in pairs]
+    ratios = [slow / fast for slow, fast in zip(dense, pruned, strict=True)]
+    batch, new_tokens = pairs[0][0].tokens.shape
+    slow, fast = (batch * new_tokens / seconds for seconds in _typical(dense, pruned, ratios))
+    first = statistics.median(turn.first_token_s / turn.total_s for turn, _ in pairs)
+    ideals = (
+        handle.report(prompt_length).ideal_speedup,
+        handle.report(prompt_length + new_tokens // 2).ideal_decode_speedup,
+    )
+    ideal = 1 / (first / ideals[0] + (1 - first) / ideals[1])
+    return AnswerSpeed(new_tokens, Spread.of(dense), Spread.of(pruned), Spread.of(ratios), (slow, fast), ideal)
 
 
 def _break_even(pairs: list[Pair]) -> float | None:

@@ -128,6 +128,18 @@ def load(
     return loaded
 
 
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that `load(name)` reads; None for a folder or a hub id.
+
+    Raises:
+        ModelLoadError: if the demo model is not installed.
+    """
+    if name == DEMO:
+        return _demo_gguf()
+    path = Path(os.path.expanduser(name))
+    return path if os.path.isfile(path) else None
+
+
 def _from_gguf(path: Path, status: Callable[[str], None], **common: Any) -> LoadedModel:
     header = read_header(path)
     status(f"reading {path.name} ({path.stat().st_size / 1e6:,.0f} MB)")

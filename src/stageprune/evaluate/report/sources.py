@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stageprune.errors import ResultFileError
-from stageprune.evaluate.report import bench, closeness, importance, overlap, plan
+from stageprune.evaluate.report import bench, closeness, evaluation, importance, overlap, plan
 from stageprune.evaluate.report.content import Part
 from stageprune.evaluate.report.figures import Drawing
 from stageprune.prefill.importance import KIND as IMPORTANCE
@@ -61,6 +61,8 @@ def _reader(data: Any, path: Path, drawing: Drawing) -> Callable[[], Part] | Non
     name = path.name
     if is_plan(data):
         return lambda: plan.part(path)
+    if data.get("kind") == evaluation.KIND:
+        return lambda: evaluation.part(path)
     if data.get("kind") == IMPORTANCE:
         return lambda: importance.part(name, Importance.load(path).to_dict(), drawing)
     # Files of earlier versions, and of the benchmarks, do not say their kind.
