@@ -35,6 +35,7 @@ class Compiled:
         self.precision = str(model.dtype).removeprefix("torch.")
         self.version = f"torch {torch.__version__}, transformers {transformers.__version__}"
         self._model = model
+        self._attributes = set(vars(model))
         self._backend = backend
         self._shape: tuple[int, ...] = ()
         self._compiled: Any = None
@@ -64,6 +65,8 @@ class Compiled:
     def close(self) -> None:
         """See `Peer`."""
         torch.compiler.reset()
+        for name in set(vars(self._model)) - self._attributes:  # the static cache, which generate() keeps
+            delattr(self._model, name)
 
 
 def _require_compiler() -> None:
