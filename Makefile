@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := -m pip --disable-pip-version-check --quiet install
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-browser test-oldest lint format bench report clean
+.PHONY: help demo test test-browser test-oldest lint format bench report clean sweep
 
 help: ## show these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
@@ -47,6 +47,9 @@ lint: $(VENV)/.dev ## check style and types
 format: $(VENV)/.dev ## sort imports and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+sweep: $(VENV)/.dev ## measure every method and baseline on the demo model in one run (about half an hour)
+	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/sweep.py
 
 clean: ## remove the environments and all caches of this folder
 	rm -rf $(VENV) $(VENV_OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -13,6 +13,7 @@ A test checks that the committed documents are what this script writes. The resu
     python benchmarks/fitted_speed.py
     python benchmarks/importance.py importance.json  (of stageprune analyze, see there)
     python benchmarks/trained.py
+    python benchmarks/sweep.py
     python benchmarks/overlap.py
 and docs/results.md, all of them together, from `benchmarks/report.py`.
 """
@@ -137,6 +138,7 @@ def documents() -> dict[Path, str]:
     import fitted_speed
     import importance
     import report
+    import sweep
     import trained
     from ablation import table
 
@@ -164,8 +166,11 @@ def documents() -> dict[Path, str]:
     small_text = small.read_text()
     for name in learned:
         small_text = with_section(small_text, name, trained.table(learned, name))
+    all_rows = ROOT / "docs" / "sweep.md"
+    swept = sweep.table(json.loads((results / "sweep.json").read_text()))
     return {
         page: text,
+        all_rows: with_section(all_rows.read_text(), "sweep", swept),
         small: small_text,
         layers: with_section(layers.read_text(), "importance", scores),
         calibrate: with_section(fitted_text, "fitted-kinds", fitted.kinds_table(fits)),

@@ -22,6 +22,7 @@ from tables import documents  # noqa: E402
         "docs/calibrate.md",
         "docs/channels.md",
         "docs/importance.md",
+        "docs/sweep.md",
         "docs/trained.md",
         "docs/results.md",
     ],
