@@ -33,3 +33,12 @@ def everything_in_float64() -> Iterator[None]:
     """What transformers computes in float32 whatever the weights' dtype is computed in float64; see `InFloat64`."""
     with InFloat64():
         yield
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For many tiny forward passes: between two threads that others keep from their cores, each waits for the other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -23,6 +23,8 @@ from stageprune.evaluate.setting import Setting, distinct, setting_of
 from stageprune.methods import Method
 from zoo import BY_NAME
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ANSWER = 5
 HALF = setting_of(sp.PrefillOnlyPruning(0.5))
 BOTH = setting_of(sp.PrefillOnlyPruning(0.5), sp.OnlineChannelPruning(0.4, backend="masked"))
@@ -49,7 +51,7 @@ def examples() -> list[Example]:
 
 
 @pytest.fixture(scope="module")
-def rows(model: Any, examples: list[Example]) -> Any:
+def rows(one_thread: None, model: Any, examples: list[Example]) -> Any:
     return evaluate(model, examples, [HALF, BOTH], answer_tokens=ANSWER)
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stageprune.cli import analyze, bench, calibrate, compare, doctor, evaluate, generate, plan, report
+from stageprune.cli import analyze, bench, calibrate, compare, doctor, evaluate, generate, lm_eval, plan, report
 from stageprune.cli.command_line import running
 from stageprune.cli.common import UsageProblem, console, one_line
 from stageprune.errors import StagePruneError
@@ -41,6 +41,10 @@ for command in (
 ):
     app.command()(command)
 app.command("eval")(evaluate.evaluate)
+app.command(
+    "lm-eval",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)(lm_eval.lm_eval)
 
 
 def _version(value: bool) -> None:

@@ -21,6 +21,7 @@ from stageprune.cli.common import (
     set_threads,
     shown_name,
 )
+from stageprune.cli.eval_tasks import TaskOptions, evaluate_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,8 +34,13 @@ if TYPE_CHECKING:
 PARTIAL = ("stageprune-eval-partial", 1)
 """Kind and version of the file that an interrupted run goes on from."""
 
+_OF_TEXTS = ("data", "lengths", "count", "answer_tokens", "seed", "resamples", "confidence", "cache")
+_OF_TASKS = ("limit", "batch_size", "include_path", "run_code")
+_OPTIONS = {"count": "prompts"}
+
 
 def evaluate(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = "demo",
     ratios: Annotated[
         Any,
@@ -117,6 +123,34 @@ def evaluate(
     confidence: Annotated[
         Any, typer.Option("--confidence", parser=parse.confidence, metavar="C", help="Of the intervals.")
     ] = "0.95",
+    tasks: Annotated[
+        Any,
+        typer.Option(
+            "--tasks",
+            parser=parse.names,
+            metavar="T,T,...",
+            show_default=False,
+            help="Instead of a text: tasks of lm-evaluation-harness, or paper-prefill or paper-channels for those of "
+            "the papers.",
+        ),
+    ] = None,
+    limit: Annotated[
+        Any,
+        typer.Option(
+            "--limit", parser=parse.count, metavar="N", help="Samples of each task at most.", show_default=False
+        ),
+    ] = None,
+    batch_size: Annotated[
+        Any, typer.Option("--batch-size", parser=parse.count, metavar="B", help="Of --tasks: rows at a time.")
+    ] = "1",
+    include_path: Annotated[
+        Path | None,
+        typer.Option("--include-path", metavar="DIR", help="A folder with more tasks.", show_default=False),
+    ] = None,
+    run_code: Annotated[
+        bool,
+        typer.Option("--run-code", help="Let tasks such as humaneval run what the model writes, on this machine."),
+    ] = False,
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep the dense model's answers for later evaluations, or not.")
     ] = True,
@@ -139,7 +173,9 @@ def evaluate(
 
     On the dense model's own greedy answers, and on given ones: KL divergence per token, share of tokens whose likeliest
     prediction stays, perplexity, and how long the pruned model's own answer is the same; with confidence intervals.
+    Or, with --tasks, the dense and the pruned model's results in tasks of lm-evaluation-harness.
     """
+    _check_together(context, tasks is not None)
     files = settings or []
     check_outputs(
         {"--output": output_file},
@@ -156,9 +192,15 @@ def evaluate(
     layer_options = options.LayerOptions(layers, importance, contiguous, projections)
     chosen = eval_settings.settings_of(ratios, layer_options, channel_ratio, channels, files, baseline or [])
     set_threads(threads)
+    task_options = None if tasks is None else TaskOptions(tasks, limit, batch_size, include_path, run_code)
+    prepared = None if task_options is None else task_options.check()
     loaded = load_model(model, dtype, device)
     eval_settings.check_files(loaded.model, layer_options, files)
     chosen = eval_settings.with_calibration(chosen, loaded.tokenizer)
+    if task_options is not None and prepared is not None:
+        identity = {"model": _identity(loaded, model), "settings": _environment(loaded)}
+        evaluate_tasks(loaded, chosen, task_options, prepared, identity, output_file, as_json)
+        return
 
     from stageprune.evaluate.bootstrap import Bootstrap
     from stageprune.evaluate.evaluation import Evaluation
@@ -195,6 +237,15 @@ def evaluate(
     _show(result)
     if output_file is not None:
         note(f"written: {output_file}")
+
+
+def _check_together(context: typer.Context, tasks: bool) -> None:
+    """Refuse options that would have no effect."""
+    for name in _OF_TEXTS if tasks else _OF_TASKS:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{_OPTIONS.get(name, name).replace('_', '-')}"
+            raise UsageProblem(f"{option} cannot apply with --tasks" if tasks else f"{option} is for --tasks only")
 
 
 def _identity(loaded: LoadedModel, name: str) -> dict[str, Any]:
