@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5, help="to spend on the speed of a setting, at least")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "sweep.json")
+    parser.add_argument("--speed-only", action="store_true", help="measure speeds again, of a result that is there")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     KEPT.mkdir(exist_ok=True)
@@ -133,9 +134,17 @@ def main() -> None:
     model, tokenizer = load("demo", dtype="bfloat16")
     chosen = settings(tokenizer)
     prompts = held_out_prompts(tokenizer, options.prompts, options.prompt_length)
-    run = {key: value for key, value in vars(options).items() if key not in ("out", "threads")}
+    run = {key: value for key, value in vars(options).items() if key not in ("out", "threads", "speed_only")}
     run |= {"model": "SmolLM2-135M-Instruct", "dtype": "bfloat16", "torch": torch.__version__}
     kept = _Kept({**run, "settings": digest([one.to_dict() for one in chosen])})
+    if options.speed_only:
+        data = json.loads(options.out.read_text())
+        with Bar() as bar:
+            speeds = _speed(model, tokenizer, chosen, options, kept, bar)
+        for row in data["rows"]:
+            row["speed"] = speeds.get(f"{row['heading']}: {row['name']}")
+        _finish(options.out, data, kept)
+        return
     with Bar() as bar:
         rows = _quality(model, prompts, chosen, options.answer_tokens, kept, bar)
         speeds = _speed(model, tokenizer, chosen, options, kept, bar)
@@ -156,7 +165,11 @@ def main() -> None:
                 "speed": speeds.get(row.name),
             }
         )
-    write_file(options.out, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    _finish(options.out, data, kept)
+
+
+def _finish(out: Path, data: dict[str, Any], kept: _Kept) -> None:
+    write_file(out, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
     kept.remove()
     print(table(data))
 

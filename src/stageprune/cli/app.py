@@ -14,7 +14,19 @@ from typing import Annotated, Any
 
 import typer
 
-from stageprune.cli import analyze, bench, calibrate, compare, doctor, evaluate, generate, lm_eval, plan, report
+from stageprune.cli import (
+    analyze,
+    bench,
+    bench_compare,
+    calibrate,
+    compare,
+    doctor,
+    evaluate,
+    generate,
+    lm_eval,
+    plan,
+    report,
+)
 from stageprune.cli.command_line import running
 from stageprune.cli.common import UsageProblem, console, one_line
 from stageprune.errors import StagePruneError
@@ -41,6 +53,7 @@ for command in (
 ):
     app.command()(command)
 app.command("eval")(evaluate.evaluate)
+app.command("bench-compare")(bench_compare.bench_compare)
 app.command(
     "lm-eval",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
