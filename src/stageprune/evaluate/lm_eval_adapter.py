@@ -11,8 +11,6 @@ prune, this is that class.
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from lm_eval.api.registry import register_model
@@ -21,8 +19,9 @@ from tqdm import tqdm
 
 from stageprune.errors import SettingError
 from stageprune.evaluate.likelihood import Request, log_likelihoods
-from stageprune.evaluate.setting import Setting, setting_of
-from stageprune.methods import Method, OnlineChannelPruning, PrefillOnlyPruning
+from stageprune.evaluate.setting import Setting
+from stageprune.evaluate.task_arguments import setting_of_arguments
+from stageprune.methods import Method, OnlineChannelPruning
 from stageprune.models import LoadedModel, load
 from stageprune.pruning import Handle
 from stageprune.settings_file import SettingsFile
@@ -94,11 +93,11 @@ class StagePruneLM(HFLM):
         unknown = sorted(set(options) - set(_OF_HARNESS))
         if unknown:
             raise SettingError(f"the model {NAME!r} of lm_eval has no option {', '.join(unknown)}")
-        given = any(value is not None for value in (prefill_ratio, channel_ratio, channel_preset))
-        if sum((given, settings is not None, setting is not None)) > 1:
-            raise SettingError("settings and ratios each say how to prune; give one of them")
+        arguments = (prefill_ratio, channel_ratio, channel_preset, settings)
         if setting is None:
-            setting = _setting(prefill_ratio, channel_ratio, channel_preset, settings)
+            setting = setting_of_arguments(*arguments)
+        elif any(value is not None for value in arguments):
+            raise SettingError("settings and ratios each say how to prune; give one of them")
         if isinstance(pretrained, str):
             pretrained = load(
                 pretrained,
@@ -156,34 +155,6 @@ def _request(texts: Any, context: list[int], continuation: list[int], most: int)
     # A rolling request has no context: its text is all continuation, also what another window has scored before.
     prefill = 0 if texts is None else len(context) - 1
     return Request(tuple(context), tuple(continuation), prefill)
-
-
-def _setting(
-    prefill_ratio: float | str | None,
-    channel_ratio: float | str | None,
-    channel_preset: str | None,
-    settings: str | None,
-) -> Setting:
-    """What the arguments say."""
-    if settings is not None:
-        return Setting(Path(settings).stem, SettingsFile.load(settings).methods)
-    found: list[Method] = []
-    if prefill_ratio is not None:
-        found.append(PrefillOnlyPruning(_share("prefill_ratio", prefill_ratio)))
-    if channel_preset is not None:
-        if channel_ratio is not None:
-            raise SettingError("channel_preset and channel_ratio each say how many channels to prune; give one of them")
-        found.append(OnlineChannelPruning.preset(channel_preset))
-    if channel_ratio is not None:
-        found.append(OnlineChannelPruning(_share("channel_ratio", channel_ratio)))
-    return setting_of(*found)
-
-
-def _share(name: str, value: float | str) -> float:
-    try:
-        return float(Fraction(str(value)))
-    except (ValueError, ZeroDivisionError) as error:
-        raise SettingError(f"{name} must be a number or a fraction such as 1/3, got {value!r}") from error
 
 
 def _scoped(method: Method, scope: str) -> Method:
