@@ -88,7 +88,8 @@ def task_manager(include: Path | None = None) -> Any:
     except ImportError as error:
         raise StagePruneError("tasks need lm-evaluation-harness; run: pip install 'stageprune[eval]'") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    return TaskManager(include_path=None if include is None else str(include))
+    own = Path(__file__).with_name("harness_tasks")
+    return TaskManager(include_path=[str(own), *([] if include is None else [str(include)])])
 
 
 def check_tasks(manager: Any, tasks: Sequence[Task]) -> None:
