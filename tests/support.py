@@ -21,10 +21,10 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("src", "tests")]
 
 import stageprune as sp
-from channels.test_image_encoder import build as segment_anything
-from channels.test_image_encoder import images
 from families.test_verify import REFUSED
 from helpers import tokens
+from sam_zoo import build as segment_anything
+from sam_zoo import images
 from stageprune.files import write_file
 from vlm_zoo import PROMPTS, VISION_MODELS
 from zoo import ARCHITECTURES, MIXTURES, MORE

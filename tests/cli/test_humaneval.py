@@ -65,7 +65,11 @@ def test_as_a_task_of_the_harness(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
     from stageprune.evaluate.task_presets import Task
     from stageprune.evaluate.tasks import run_tasks, task_manager
 
-    loaded, manager, task = sp.load(str(tiny), dtype="float32"), task_manager(), [Task("humaneval_offline")]
+    loaded, manager, task = (
+        sp.load(str(tiny), dtype="float32"),
+        task_manager(None, ["humaneval_offline"]),
+        [Task("humaneval_offline")],
+    )
     solutions = {problem["prompt"]: problem["canonical_solution"] for problem in humaneval.problems()}
     for solved, answers in ((0, dict.fromkeys(solutions, "    return None\n")), (1, solutions)):
         monkeypatch.setattr(

@@ -51,7 +51,8 @@ class TaskOptions:
         from stageprune.evaluate.task_presets import tasks_of
         from stageprune.evaluate.tasks import check_tasks, task_manager
 
-        manager, tasks = task_manager(self.include), tasks_of(self.names)
+        tasks = tasks_of(self.names)
+        manager = task_manager(self.include, [task.name for task in tasks])
         check_tasks(manager, tasks)
         return manager, tasks
 
