@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from stageprune.cli import options, parse
+from stageprune.cli import described, options, parse
 from stageprune.cli.command_line import command_line
 from stageprune.cli.common import (
     UsageProblem,
@@ -19,7 +19,6 @@ from stageprune.cli.common import (
     output,
     progress,
     set_threads,
-    shown_name,
 )
 from stageprune.methods import PrefillOnlyPruning
 
@@ -87,7 +86,6 @@ def analyze(
 
     from stageprune.evaluate.analysis import analyze as run
     from stageprune.evaluate.checkpoint import Checkpoint
-    from stageprune.evaluate.fingerprint import fingerprint, identity
     from stageprune.evaluate.samples import load_prompts
     from stageprune.evaluate.system import system_info
     from stageprune.families.decoder import find_decoder
@@ -102,12 +100,7 @@ def analyze(
     if count < samples:
         note(f"{prompts.source} has {count} usable prompts, fewer than --samples {samples}")
     what: dict[str, dict[str, Any]] = {
-        "model": {
-            "name": shown_name(model),
-            **identity(loaded.model),
-            "dtype": str(loaded.model.dtype).removeprefix("torch."),
-            "fingerprint": fingerprint(loaded.model),
-        },
+        "model": described.model_of(loaded, model),
         "settings": {
             "data": prompts.source,
             "prompts": digest(prompts.tokens),
@@ -116,10 +109,8 @@ def analyze(
             "prompt_tokens": prompt_tokens,
             "response_tokens": response_tokens,
             "batch": batch,
-            "device": str(loaded.model.device),
-            "attention": loaded.model.config._attn_implementation,
             "skipped_layers": list(skipped_layers(PrefillOnlyPruning(), len(decoder.layers))),
-            "versions": {name: system_info()[name] for name in ("stageprune", "torch", "transformers")},
+            **described.environment_of(loaded),
         },
     }
 

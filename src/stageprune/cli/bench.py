@@ -60,10 +60,7 @@ def bench(
             help="Shares of the layers to skip. Default: 1/3, or none with options about channels.",
         ),
     ] = None,
-    layers: Annotated[
-        Literal["last", "first", "interleaved", "importance"] | None,
-        typer.Option("--layers", help="Which layers. Default: last.", show_default=False),
-    ] = None,
+    layers: options.LayersByRule = None,
     importance: options.Importance = None,
     contiguous: options.Contiguous = None,
     projections: options.Projections = None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from stageprune.cli import options, parse, show
+from stageprune.cli import described, options, parse, show
 from stageprune.cli.common import UsageProblem, load_model, note, output, progress, set_threads, shown_name
 
 if TYPE_CHECKING:
@@ -101,7 +101,6 @@ def calibrate(
     from stageprune.evaluate.calibration import Reading, check_rank, count_held_out, solve
     from stageprune.evaluate.fingerprint import fingerprint
     from stageprune.evaluate.samples import load_prompts
-    from stageprune.evaluate.system import system_info
     from stageprune.families.decoder import find_decoder
     from stageprune.methods import PrefillOnlyPruning
     from stageprune.prefill.layers import skipped_layers
@@ -117,7 +116,7 @@ def calibrate(
     count = len(prompts.tokens)
     if count < samples:
         note(f"{prompts.source} has {count} usable prompts, fewer than --samples {samples}")
-    name = {"name": shown_name(model), "dtype": str(loaded.model.dtype).removeprefix("torch.")}
+    name = {"name": shown_name(model), "dtype": described.dtype_of(loaded)}
     settings: dict[str, Any] = {
         "data": prompts.source,
         "prompts": digest(prompts.tokens),
@@ -128,9 +127,7 @@ def calibrate(
         "prompt_tokens": prompt_tokens,
         "layers": list(skipped),
         "weights": weights,
-        "device": str(loaded.model.device),
-        "attention": loaded.model.config._attn_implementation,
-        "versions": {package: system_info()[package] for package in ("stageprune", "torch", "transformers")},
+        **described.environment_of(loaded),
     }
     partial = SumsFile(
         output_folder, {"model": {**name, "fingerprint": fingerprint(loaded.model)}, "settings": settings}

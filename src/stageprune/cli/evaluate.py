@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from stageprune.cli import channel_options, eval_settings, options, parse, prompts, show
+from stageprune.cli import channel_options, described, eval_settings, options, parse, prompts, show
 from stageprune.cli.common import (
     UsageProblem,
     check_outputs,
@@ -19,7 +19,6 @@ from stageprune.cli.common import (
     output,
     progress,
     set_threads,
-    shown_name,
 )
 from stageprune.cli.eval_tasks import TaskOptions, evaluate_tasks
 
@@ -55,10 +54,7 @@ def evaluate(
             "combination is measured; a ratio of 0 leaves a method out.",
         ),
     ] = None,
-    layers: Annotated[
-        Literal["last", "first", "interleaved", "importance"] | None,
-        typer.Option("--layers", help="Which layers. Default: last.", show_default=False),
-    ] = None,
+    layers: options.LayersByRule = None,
     importance: options.Importance = None,
     contiguous: options.Contiguous = None,
     projections: options.Projections = None,
@@ -198,7 +194,7 @@ def evaluate(
     eval_settings.check_files(loaded.model, layer_options, files)
     chosen = eval_settings.with_calibration(chosen, loaded.tokenizer)
     if task_options is not None and prepared is not None:
-        identity = {"model": _identity(loaded, model), "settings": _environment(loaded)}
+        identity = {"model": described.model_of(loaded, model), "settings": described.environment_of(loaded)}
         evaluate_tasks(loaded, chosen, task_options, prepared, identity, output_file, as_json)
         return
 
@@ -221,9 +217,9 @@ def evaluate(
         "lengths": sorted(lengths),
         "answer_tokens": answer_tokens,
         "seed": seed,
-        **_environment(loaded),
+        **described.environment_of(loaded),
     }
-    identity = {"model": _identity(loaded, model), "settings": measured}
+    identity = {"model": described.model_of(loaded, model), "settings": measured}
     rows = _measure(loaded, found.examples, chosen, answer_tokens, identity, output_file, cache)
     bootstrap = Bootstrap(resamples, confidence, seed)
     buckets = tuple(example.bucket for example in found.examples)
@@ -246,27 +242,6 @@ def _check_together(context: typer.Context, tasks: bool) -> None:
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{_OPTIONS.get(name, name).replace('_', '-')}"
             raise UsageProblem(f"{option} cannot apply with --tasks" if tasks else f"{option} is for --tasks only")
-
-
-def _identity(loaded: LoadedModel, name: str) -> dict[str, Any]:
-    from stageprune.evaluate.fingerprint import fingerprint, identity
-
-    return {
-        "name": shown_name(name),
-        **identity(loaded.model),
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "fingerprint": fingerprint(loaded.model),
-    }
-
-
-def _environment(loaded: LoadedModel) -> dict[str, Any]:
-    from stageprune.evaluate.system import system_info
-
-    return {
-        "device": str(loaded.model.device),
-        "attention": loaded.model.config._attn_implementation,
-        "versions": {name: system_info()[name] for name in ("stageprune", "torch", "transformers")},
-    }
 
 
 def _checkpoint(output_file: Path, identity: dict[str, dict[str, Any]], chosen: Sequence[Setting]) -> Any:
@@ -306,10 +281,12 @@ def _measure(
     with progress("evaluating", steps_of(examples, chosen) - done.steps) as step:
 
         def on_step(state: Progress) -> None:
+            nonlocal known
             if checkpoint is not None:
                 checkpoint.save(state.to_dict())
             if known is not None and len(state.answers) == len(asked):
                 known.add(asked, state.answers)
+                known = None  # once: they do not change any more
             step()
 
         return evaluate(loaded.model, examples, chosen, answer_tokens=answer_tokens, done=done, on_step=on_step)

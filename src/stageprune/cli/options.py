@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from torch import nn
@@ -54,6 +54,10 @@ Layers = Annotated[
         show_default=False,
         help="Which layers: last (the default), first, interleaved, importance, or indices such as 20-29 or 3,5,20-29.",
     ),
+]
+LayersByRule = Annotated[
+    Literal["last", "first", "interleaved", "importance"] | None,
+    typer.Option("--layers", help="Which layers. Default: last.", show_default=False),
 ]
 Importance = Annotated[
     Path | None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from stageprune.cli import options, parse, prompts, show
+from stageprune.cli import described, options, parse, prompts, show
 from stageprune.cli.command_line import command_line
 from stageprune.cli.common import (
     UsageProblem,
@@ -19,7 +19,6 @@ from stageprune.cli.common import (
     output,
     progress,
     set_threads,
-    shown_name,
 )
 from stageprune.prefill.importance import Importance
 
@@ -124,7 +123,7 @@ def plan(
 
     from stageprune.evaluate.candidates import FEW_LAYERS, rule_candidates, subset_candidates
     from stageprune.evaluate.checkpoint import Checkpoint
-    from stageprune.evaluate.fingerprint import check_identity, fingerprint, identity
+    from stageprune.evaluate.fingerprint import check_identity
     from stageprune.evaluate.plan import Bound, Plan
     from stageprune.evaluate.planning import Progress, measure
     from stageprune.evaluate.samples import LEAST, load_prompts
@@ -156,12 +155,7 @@ def plan(
         if scores is not None and scores.settings.get("data") == source:
             note(f"the importance scores are from {source}, too: quality looks better on prompts that were used before")
     what: dict[str, dict[str, Any]] = {
-        "model": {
-            "name": shown_name(model),
-            **identity(loaded.model),
-            "dtype": str(loaded.model.dtype).removeprefix("torch."),
-            "fingerprint": fingerprint(loaded.model),
-        },
+        "model": described.model_of(loaded, model),
         "settings": {
             "search": search,
             "candidates": digest(list(candidates.items())),
@@ -170,9 +164,7 @@ def plan(
             "count": len(held_out),
             "prompt_tokens": prompt_tokens,
             "answer_tokens": answer_tokens,
-            "device": str(loaded.model.device),
-            "attention": loaded.model.config._attn_implementation,
-            "versions": {name: system_info()[name] for name in ("stageprune", "torch", "transformers")},
+            **described.environment_of(loaded),
         },
     }
     checkpoint = None if output_file is None else Checkpoint(output_file, *PARTIAL, what, Progress.from_dict)
