@@ -11,7 +11,7 @@ from torch import nn
 
 from stageprune.channels.image_encoder import ImageChannelPruner
 from stageprune.channels.sizes import Sizes
-from stageprune.errors import AlreadyPrunedError, SettingError, StageError, UnsupportedModelError
+from stageprune.errors import AlreadyPrunedError, StageError, UnsupportedModelError
 from stageprune.families.image_encoder import ImageEncoder
 from stageprune.methods import Method, OnlineChannelPruning
 from stageprune.overrides import override_owner
@@ -133,14 +133,13 @@ def image_handle_of(encoder: ImageEncoder) -> ImageEncoderHandle | None:
 
 
 def _only_channels(encoder: ImageEncoder, methods: tuple[Method, ...]) -> OnlineChannelPruning:
+    """The one method: `prune` takes each kind once."""
     for method in methods:
         if not isinstance(method, OnlineChannelPruning):
             raise UnsupportedModelError(
                 f"{type(encoder.model).__name__} is an image encoder without keys and values to keep: only "
                 f"OnlineChannelPruning can prune it, not {type(method).__name__}"
             )
-    if len(methods) != 1:
-        raise SettingError("each method can be given once")
-    (method,) = methods
-    assert isinstance(method, OnlineChannelPruning)
-    return method
+    (channels,) = methods
+    assert isinstance(channels, OnlineChannelPruning)
+    return channels

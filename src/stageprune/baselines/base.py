@@ -43,13 +43,13 @@ class Attachment:
     _undo: list[Callable[[], object]] = field(default_factory=list)
     _switches: list[Callable[[bool], object]] = field(default_factory=list)
 
-    def replace(self, module: nn.Module, forward: Callable[..., Any], owner: Any, name: str = "forward") -> None:
-        """Answer a module's method by `forward(*args, **kwargs)` wherever the model is not dense."""
+    def replace(self, module: nn.Module, forward: Callable[..., Any], owner: Any) -> None:
+        """Answer a module's calls by `forward(*args, **kwargs)` wherever the model is not dense."""
 
         def call(original: Any, *args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs) if self._dense else forward(*args, **kwargs)
 
-        self._undo.append(MethodOverride(module, name, call, owner).remove)
+        self._undo.append(MethodOverride(module, "forward", call, owner).remove)
 
     def on_switch(self, set_dense: Callable[[bool], object]) -> None:
         """For what must be put into a module: called with True before the model is dense, with False afterwards."""

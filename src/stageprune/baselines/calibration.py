@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from stageprune.baselines.base import Calibration
 from stageprune.families.decoder import Decoder
@@ -14,7 +15,6 @@ Watcher = Callable[[torch.Tensor], None]
 """Called with the first input of the module, `[tokens, features]`, for each text."""
 
 
-@torch.no_grad()
 def watch_inputs(decoder: Decoder, calibration: Calibration, watchers: Mapping[nn.Module, Watcher]) -> None:
     """Tell each watcher what enters its module, one text after the other."""
 
@@ -25,7 +25,16 @@ def watch_inputs(decoder: Decoder, calibration: Calibration, watchers: Mapping[n
 
         return hook
 
-    hooks = [module.register_forward_pre_hook(told(watcher), with_kwargs=True) for module, watcher in watchers.items()]
+    run_hooked(
+        decoder,
+        calibration,
+        [module.register_forward_pre_hook(told(watcher), with_kwargs=True) for module, watcher in watchers.items()],
+    )
+
+
+@torch.no_grad()
+def run_hooked(decoder: Decoder, calibration: Calibration, hooks: Sequence[RemovableHandle]) -> None:
+    """Run each text through the model without a cache, then remove the hooks."""
     device = next(decoder.body.parameters()).device
     try:
         for text in calibration:

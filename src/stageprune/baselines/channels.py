@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from stageprune.baselines.base import Attachment, Baseline, Calibration, refuse_experts
 from stageprune.baselines.calibration import watch_inputs
-from stageprune.channels.sizes import mlp_ratio_of
-from stageprune.errors import SettingError
+from stageprune.channels.sizes import check_protected, mlp_ratio_of
 from stageprune.families.costs import linear_weights
 from stageprune.families.decoder import Decoder
 from stageprune.families.ffn import FFN, Projection, describe_ffn
-from stageprune.methods.base import layer_indices, share
+from stageprune.methods.base import layer_list, share
 from stageprune.stages import StageTracker
 
 
@@ -41,9 +39,7 @@ class ChannelBaseline(Baseline):
         object.__setattr__(self, "ratio", share("ratio", self.ratio))
         if self.mlp_ratio is not None:
             object.__setattr__(self, "mlp_ratio", share("mlp_ratio", self.mlp_ratio))
-        if isinstance(self.protect, (str, bytes)) or not isinstance(self.protect, Sequence):
-            raise SettingError(f"protect must list layer indices, got {type(self.protect).__name__}")
-        object.__setattr__(self, "protect", layer_indices("protect", self.protect))
+        object.__setattr__(self, "protect", layer_list("protect", self.protect))
 
     @abstractmethod
     def choose(self, ffns: dict[int, FFN], kept: dict[int, int], texts: Texts) -> dict[int, Kept]:
@@ -72,9 +68,7 @@ class ChannelBaseline(Baseline):
 
     def budget(self, decoder: Decoder) -> tuple[dict[int, FFN], dict[int, int]]:
         """The FFNs to prune, and how many channels each may keep, by layer."""
-        outside = [index for index in self.protect if index >= len(decoder.layers)]
-        if outside:
-            raise SettingError(f"protect names layer {outside[0]}, but the model has {len(decoder.layers)} layers")
+        check_protected(self.protect, len(decoder.layers), "model")
         ffns, kept = {}, {}
         for index, layer in enumerate(decoder.layers):
             if index not in self.protect:
@@ -113,6 +107,17 @@ def watch_channels(ffns: dict[int, FFN], texts: Texts, see: Callable[[int, torch
     watch_inputs(texts.decoder, texts.calibration, watchers)
 
 
+def squares_of_channels(ffns: dict[int, FFN], texts: Texts) -> dict[int, torch.Tensor]:
+    """Sums of squared activations over all calibration tokens, `[intermediate_size]` in float64, by layer."""
+    sums = {index: ffn.down.weight.new_zeros(ffn.intermediate_size, dtype=torch.float64) for index, ffn in ffns.items()}
+
+    def see(index: int, hidden: torch.Tensor) -> None:
+        sums[index] += hidden.square().sum(0)
+
+    watch_channels(ffns, texts, see)
+    return sums
+
+
 class SlicedFFN:
     """An FFN's forward with some of its channels.
 
@@ -123,12 +128,12 @@ class SlicedFFN:
     """
 
     def __init__(self, ffn: FFN, channels: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._ffn = ffn
-        self._gate = None if ffn.gate is None else _rows(ffn.gate, channels)
-        self._up = _rows(ffn.up, channels)
-        self._down = ffn.down.weight.detach()[:, channels].contiguous()
         own = ffn.down.bias
-        self._bias = own if bias is None else bias.to(self._down.dtype) + (0 if own is None else own.detach())
+        if bias is not None:
+            own = bias.to(ffn.down.weight.dtype) + (0 if own is None else own)
+        gate = None if ffn.gate is None else _rows(ffn.gate, channels)
+        down = _linear(ffn.down.weight[:, channels], own)
+        self._ffn = replace(ffn, gate=gate, up=_rows(ffn.up, channels), down=down)
 
     @property
     def weights(self) -> int:
@@ -140,20 +145,13 @@ class SlicedFFN:
         """Of the copies."""
         return sum(weight.nbytes for weight in self._weights())
 
-    def hidden(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The input of the down projection, `[..., channels]`."""
-        up = F.linear(inputs, *self._up)
-        if self._gate is None:
-            return self._ffn.act(up)
-        up = up if self._ffn.up_act is None else self._ffn.up_act(up)
-        return self._ffn.act(F.linear(inputs, *self._gate)) * up
-
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """The output, `[..., hidden_size]`."""
-        return F.linear(self.hidden(inputs), self._down, self._bias)
+        return self._ffn.down(self._ffn.hidden(inputs))
 
     def _weights(self) -> list[torch.Tensor]:
-        return [self._up[0], self._down, *([] if self._gate is None else [self._gate[0]])]
+        parts = (self._ffn.gate, self._ffn.up, self._ffn.down)
+        return [part.weight for part in parts if part is not None]
 
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -161,9 +159,18 @@ def best(scores: torch.Tensor, count: int) -> torch.Tensor:
     return scores.sort(descending=True, stable=True).indices[:count].sort().values
 
 
-def _rows(projection: Projection, channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _rows(projection: Projection, channels: torch.Tensor) -> Projection:
     bias = projection.bias
-    return projection.weight.detach()[channels].contiguous(), None if bias is None else bias.detach()[channels]
+    return _linear(projection.weight[channels], None if bias is None else bias[channels])
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+    """Of these weights, without allocating others first."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return Projection(linear)
 
 
 def _kept(method: ChannelBaseline, layer: nn.Module, ffn: FFN) -> int:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from stageprune.baselines.base import Attachment, Calibration, refuse_experts
-from stageprune.baselines.channels import ChannelBaseline, Kept, SlicedFFN, Texts, best, watch_channels
+from stageprune.baselines.channels import ChannelBaseline, Kept, SlicedFFN, Texts, best, squares_of_channels
 from stageprune.errors import SettingError
 from stageprune.families.decoder import Decoder
 from stageprune.families.ffn import FFN
@@ -50,11 +50,13 @@ class ProbePruning(ChannelBaseline):
         """See `Baseline`."""
         refuse_experts(self, decoder)
         ffns, kept = self.budget(decoder)
-        history = _history(ffns, Texts(decoder, calibration)) if calibration else {}
+        sums = squares_of_channels(ffns, Texts(decoder, calibration)) if calibration else {}
+        tokens = sum(map(len, calibration))
         attachment = Attachment()
         for index, ffn in ffns.items():
             if kept[index] < ffn.intermediate_size:
-                probed = ProbedFFN(index, ffn, kept[index], self.probe, history.get(index), tracker)
+                history = sums[index] / tokens if sums else None
+                probed = ProbedFFN(index, ffn, kept[index], self.probe, history, tracker)
                 attachment.replace(ffn.module, probed, owner)
                 attachment.saved[index] = probed.saved
         return attachment
@@ -129,15 +131,3 @@ class _Choice:
 
     def reorder(self, rows: Any) -> None:
         """All beams share it."""
-
-
-def _history(ffns: dict[int, FFN], texts: Texts) -> dict[int, torch.Tensor]:
-    """Mean of squared activations over all calibration tokens, by layer."""
-    sums = {index: ffn.down.weight.new_zeros(ffn.intermediate_size, dtype=torch.float64) for index, ffn in ffns.items()}
-
-    def see(index: int, hidden: torch.Tensor) -> None:
-        sums[index] += hidden.square().sum(0)
-
-    watch_channels(ffns, texts, see)
-    tokens = sum(map(len, texts.calibration))
-    return {index: total / tokens for index, total in sums.items()}

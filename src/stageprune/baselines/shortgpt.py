@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from stageprune.baselines.base import Attachment, Baseline, Calibration
+from stageprune.baselines.calibration import run_hooked
 from stageprune.baselines.layer_dropping import drop
 from stageprune.families.decoder import Decoder
 from stageprune.methods.base import share
@@ -41,7 +42,6 @@ class ShortGPT(Baseline):
         return drop(decoder, sorted(least), owner)
 
 
-@torch.no_grad()
 def block_influence(decoder: Decoder, calibration: Calibration) -> list[float]:
     """Of each layer, in order."""
     sums = [0.0] * len(decoder.layers)
@@ -55,12 +55,6 @@ def block_influence(decoder: Decoder, calibration: Calibration) -> list[float]:
 
         return hook
 
-    hooks = [layer.register_forward_hook(watch(index), with_kwargs=True) for index, layer in enumerate(decoder.layers)]
-    device = next(decoder.body.parameters()).device
-    try:
-        for text in calibration:
-            decoder.body(input_ids=torch.tensor([list(text)], device=device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    layers = enumerate(decoder.layers)
+    run_hooked(decoder, calibration, [one.register_forward_hook(watch(i), with_kwargs=True) for i, one in layers])
     return [1 - total / tokens for total in sums]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from stageprune.baselines.base import Attachment, Baseline, Calibration, refuse_experts
+from stageprune.baselines.calibration import run_hooked
 from stageprune.errors import UnsupportedModelError
 from stageprune.families.decoder import Decoder
 from stageprune.methods.base import count, share
@@ -114,16 +115,6 @@ def slice_model(decoder: Decoder, bases: list[torch.Tensor], owner: Any) -> Atta
     return attachment
 
 
-def _run(decoder: Decoder, texts: Calibration, hooks: list[Any]) -> None:
-    device = next(decoder.body.parameters()).device
-    try:
-        for text in texts:
-            decoder.body(input_ids=torch.tensor([list(text)], device=device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 @torch.no_grad()
 def principal_components(decoder: Decoder, calibration: Calibration) -> list[torch.Tensor]:
     """Of what leaves each norm before its gain, `[hidden_size, hidden_size]`, the largest first, in float64."""
@@ -138,7 +129,7 @@ def principal_components(decoder: Decoder, calibration: Calibration) -> list[tor
 
         return hook
 
-    _run(decoder, calibration, [norm.register_forward_pre_hook(watch(norm)) for norm in norms])
+    run_hooked(decoder, calibration, [norm.register_forward_pre_hook(watch(norm)) for norm in norms])
     return [torch.linalg.eigh(sums[norm])[1].flip(-1) for norm in norms]
 
 
@@ -172,7 +163,7 @@ def _check_layers(decoder: Decoder, text: Sequence[int]) -> None:
         return hook
 
     layers = enumerate(decoder.layers)
-    _run(decoder, [text[:8]], [layer.register_forward_hook(watch(i), with_kwargs=True) for i, layer in layers])
+    run_hooked(decoder, [text[:8]], [layer.register_forward_hook(watch(i), with_kwargs=True) for i, layer in layers])
     for index, (hidden, rest, output) in calls.items():
         ours = _plain(decoder.layers[index], (_same, _same), hidden, **rest)
         if not isinstance(output, torch.Tensor) or not torch.allclose(ours, output, rtol=1e-2, atol=1e-4):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from stageprune.baselines.channels import ChannelBaseline, Kept, Texts, best, watch_channels
+from stageprune.baselines.channels import ChannelBaseline, Kept, Texts, best, squares_of_channels
 from stageprune.families.ffn import FFN
 
 
@@ -25,14 +23,7 @@ class WandaSp(ChannelBaseline):
 
     def choose(self, ffns: dict[int, FFN], kept: dict[int, int], texts: Texts) -> dict[int, Kept]:
         """See `ChannelBaseline`."""
-        sums = {
-            index: ffn.down.weight.new_zeros(ffn.intermediate_size, dtype=torch.float64) for index, ffn in ffns.items()
-        }
-
-        def see(index: int, hidden: torch.Tensor) -> None:
-            sums[index] += hidden.square().sum(0)
-
-        watch_channels(ffns, texts, see)
+        sums = squares_of_channels(ffns, texts)
         scores = {
             index: ffn.down.weight.detach().double().abs().mean(0) * sums[index].sqrt() for index, ffn in ffns.items()
         }

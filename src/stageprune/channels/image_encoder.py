@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from stageprune.channels.kernels.base import norms
 from stageprune.channels.partition import partition, statistics
-from stageprune.channels.sizes import Sizes, mlp_ratio_of, sizes_of
+from stageprune.channels.sizes import Sizes, check_layers, layer_ratio, sizes_of
 from stageprune.errors import SettingError
 from stageprune.families.costs import linear_weights
 from stageprune.families.ffn import FFN
@@ -48,7 +48,7 @@ class ImageChannelPruner:
                 continue
             ffn = encoder.ffn(index)
             inside = linear_weights(ffn.module)
-            ratio = _mlp_ratio(method, index, linear_weights(layer) - inside, inside)
+            ratio = layer_ratio(method, index, linear_weights(layer) - inside, inside)
             sizes = sizes_of(ffn.intermediate_size, ratio, method)
             if not sizes.dense:
                 self.layers[index] = PrunedImageFFN(ffn, sizes, method)
@@ -115,12 +115,6 @@ class PrunedImageFFN:
         return outputs.reshape(*hidden_states.shape[:-1], -1)
 
 
-def _mlp_ratio(method: OnlineChannelPruning, index: int, attention: int, ffn: int) -> float:
-    if method.ratios is not None:
-        return method.ratios[index]
-    return mlp_ratio_of(method.ratio, attention, ffn) if method.mlp_ratio is None else method.mlp_ratio
-
-
 def _check(method: OnlineChannelPruning, count: int) -> None:
     default = OnlineChannelPruning()
     for names, what in ((_OF_TOKENS, "generated tokens"), (_OF_EXPERTS, "routed experts")):
@@ -131,8 +125,4 @@ def _check(method: OnlineChannelPruning, count: int) -> None:
             )
     if method.prefill == "dense":
         raise SettingError("prefill='dense' prunes generated tokens alone: nothing of an image encoder")
-    if method.ratios is not None and len(method.ratios) != count:
-        raise SettingError(f"ratios lists {len(method.ratios)} layers, but the encoder has {count}")
-    outside = [index for index in method.protect if index >= count]
-    if outside:
-        raise SettingError(f"protect names layer {outside[0]}, but the encoder has {count} layers, 0 to {count - 1}")
+    check_layers(method, count, "encoder")

@@ -30,7 +30,7 @@ from stageprune.channels.memory import Memory
 from stageprune.channels.observe import Observer
 from stageprune.channels.partition import Partition, partition, statistics
 from stageprune.channels.real_tokens import batch_of, real_tokens
-from stageprune.channels.sizes import Sizes, mlp_ratio_of, sizes_of
+from stageprune.channels.sizes import Sizes, check_layers, layer_ratio, requested_ratio, sizes_of
 from stageprune.channels.staged import Dense, StagedRows, Statistics, seen
 from stageprune.errors import SettingError
 from stageprune.families.costs import linear_weights
@@ -62,9 +62,9 @@ class ChannelPruner:
         self.layers: dict[int, PrunedFFN | PrunedExperts] = {}
         self.shared: dict[int, PrunedFFN] = {}
         self._overrides: list[MethodOverride] = []
-        _check_layers(method, len(decoder.layers))
+        check_layers(method, len(decoder.layers), "model")
         for index, module in enumerate(decoder.layers):
-            if index in method.protect or _requested(method, index) == 0:
+            if index in method.protect or requested_ratio(method, index) == 0:
                 continue
             experts = describe_experts(index, module)
             if experts is not None:
@@ -280,15 +280,9 @@ class PrunedFFN(StagedRows):
         return result
 
 
-def _requested(method: OnlineChannelPruning, index: int) -> float:
-    if method.ratios is not None:
-        return method.ratios[index]
-    return method.ratio if method.mlp_ratio is None else method.mlp_ratio
-
-
 def _ffn_ratio(method: OnlineChannelPruning, index: int, layer: nn.Module, ffn: FFN) -> float:
     inside = linear_weights(ffn.module)
-    return _mlp_ratio(method, index, linear_weights(layer) - inside, inside)
+    return layer_ratio(method, index, linear_weights(layer) - inside, inside)
 
 
 def _experts_ratio(method: OnlineChannelPruning, index: int, layer: nn.Module, experts: Experts) -> float:
@@ -296,18 +290,4 @@ def _experts_ratio(method: OnlineChannelPruning, index: int, layer: nn.Module, e
     inside = experts.active_weights
     if method.shared_experts and experts.shared is not None:
         inside += linear_weights(experts.shared.module)
-    return _mlp_ratio(method, index, linear_weights(layer) - linear_weights(experts.block), inside)
-
-
-def _mlp_ratio(method: OnlineChannelPruning, index: int, attention: int, ffn: int) -> float:
-    requested = _requested(method, index)
-    given = method.ratios is not None or method.mlp_ratio is not None
-    return requested if given else mlp_ratio_of(requested, attention, ffn)
-
-
-def _check_layers(method: OnlineChannelPruning, count: int) -> None:
-    if method.ratios is not None and len(method.ratios) != count:
-        raise SettingError(f"ratios lists {len(method.ratios)} layers, but the model has {count}")
-    outside = [index for index in method.protect if index >= count]
-    if outside:
-        raise SettingError(f"protect names layer {outside[0]}, but the model has {count} layers, 0 to {count - 1}")
+    return layer_ratio(method, index, linear_weights(layer) - linear_weights(experts.block), inside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stageprune.errors import SettingError
@@ -89,6 +90,42 @@ def mlp_ratio_of(ratio: float, attention: int, ffn: int) -> float:
             "choose less, or set mlp_ratio"
         )
     return result
+
+
+def requested_ratio(method: OnlineChannelPruning, index: int) -> float:
+    """What the setting says of a layer: the MLP ratio, or else the overall one."""
+    if method.ratios is not None:
+        return method.ratios[index]
+    return method.ratio if method.mlp_ratio is None else method.mlp_ratio
+
+
+def layer_ratio(method: OnlineChannelPruning, index: int, attention: int, ffn: int) -> float:
+    """The MLP ratio of a layer; the arguments are those of `mlp_ratio_of`."""
+    requested = requested_ratio(method, index)
+    given = method.ratios is not None or method.mlp_ratio is not None
+    return requested if given else mlp_ratio_of(requested, attention, ffn)
+
+
+def check_layers(method: OnlineChannelPruning, count: int, what: str) -> None:
+    """Compare the layers that the setting names with the `count` that there are.
+
+    Raises:
+        SettingError: if they do not fit; `what` is what has the layers, such as `"model"`.
+    """
+    if method.ratios is not None and len(method.ratios) != count:
+        raise SettingError(f"ratios lists {len(method.ratios)} layers, but the {what} has {count}")
+    check_protected(method.protect, count, what)
+
+
+def check_protected(protect: Sequence[int], count: int, what: str) -> None:
+    """Likewise for the layers that stay dense alone.
+
+    Raises:
+        SettingError: if one of them is not there.
+    """
+    outside = [index for index in protect if index >= count]
+    if outside:
+        raise SettingError(f"protect names layer {outside[0]}, but the {what} has {count} layers, 0 to {count - 1}")
 
 
 def _round(value: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -97,3 +97,10 @@ def layer_indices(name: str, value: Any) -> tuple[int, ...]:
     if len(set(value)) != len(value):
         raise SettingError(f"{name} must not repeat an index, got {list(value)}")
     return tuple(sorted(value))
+
+
+def layer_list(name: str, value: Any) -> tuple[int, ...]:
+    """`layer_indices` of a list or tuple; anything else is refused."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise SettingError(f"{name} must list layer indices, got {type(value).__name__}")
+    return layer_indices(name, value)

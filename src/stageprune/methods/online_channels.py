@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Self, TypeAlias, get_args
 
 from stageprune.errors import SettingError
-from stageprune.methods.base import Method, choice, count, flag, layer_indices, share
+from stageprune.methods.base import Method, choice, count, flag, layer_list, share
 
 Selection: TypeAlias = Literal["partition", "fixed", "full", "gate", "cascade"]
 PrefillRule: TypeAlias = Literal["candidates", "budget", "dense"]
@@ -104,9 +104,7 @@ class OnlineChannelPruning(Method):
             if isinstance(self.ratios, (str, bytes)) or not isinstance(self.ratios, Sequence):
                 raise SettingError(f"ratios must list one MLP ratio per layer, got {type(self.ratios).__name__}")
             object.__setattr__(self, "ratios", tuple(share("ratios", ratio) for ratio in self.ratios))
-        if isinstance(self.protect, (str, bytes)) or not isinstance(self.protect, Sequence):
-            raise SettingError(f"protect must list layer indices, got {type(self.protect).__name__}")
-        object.__setattr__(self, "protect", layer_indices("protect", self.protect))
+        object.__setattr__(self, "protect", layer_list("protect", self.protect))
 
     @property
     def delta(self) -> float:
