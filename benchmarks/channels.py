@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import held_out_prompts, standard_error
+from common import held_out_prompts, standard_error, write_json
 from rich.progress import Progress
 
 import stageprune as sp
 from stageprune.evaluate.figure import new_figure, save_figure
 from stageprune.evaluate.quality import closeness, dense_cases
-from stageprune.files import write_file
 from stageprune.methods.online_channels import PRESETS
 from stageprune.models import load
 
@@ -101,10 +100,10 @@ def main() -> None:
                     "bytes": round(_bytes(one, report), 6),
                     **quality.to_dict(),
                 }
-                _write(partial, data)
+                write_json(partial, data)
                 progress.advance(task)
     data["points"] = {name: data["points"][name] for name in settings()}
-    _write(target, data)
+    write_json(target, data)
     partial.unlink(missing_ok=True)
     plot(data, options.out / "channels.svg")
     print(table(data))
@@ -128,10 +127,6 @@ def _earlier(partial: Path, run: dict[str, Any]) -> dict[str, Any]:
         if data["run"] == run:
             return data
     return {"run": run, "points": {}}
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    write_file(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
 def table(data: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import standard_error
+from common import standard_error, write_json
 from rich.progress import Progress
 
 import stageprune as sp
@@ -25,7 +25,6 @@ from stageprune.evaluate.calibration import Reading, solve
 from stageprune.evaluate.quality import Case, closeness, dense_cases
 from stageprune.evaluate.samples import load_prompts
 from stageprune.evaluate.text import prompt_of
-from stageprune.files import write_file
 from stageprune.models import load
 from stageprune.prefill.layers import skipped_layers
 from stageprune.prefill.projections import KVProjections, identity
@@ -133,10 +132,10 @@ def main() -> None:
             task = progress.add_task("settings", total=len(missing))
             for name, one in missing.items():
                 data["points"][name] = {"settings": one, **quality(model, tokenizer, one, cases, options)}
-                _write(partial, data)
+                write_json(partial, data)
                 progress.advance(task)
     data["points"] = {name: data["points"][name] for name in settings()}
-    _write(options.out, data)
+    write_json(options.out, data)
     partial.unlink(missing_ok=True)
     print(table(data), kinds_table(data), sep="\n\n")
 
@@ -190,10 +189,6 @@ def kinds_table(data: dict[str, Any]) -> str:
         ]
         lines.append(f"| {name.removeprefix('1/3, ')} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    write_file(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

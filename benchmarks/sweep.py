@@ -13,11 +13,12 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import write_json
 from rich.progress import Progress as Bar
 
 import stageprune as sp
@@ -26,10 +27,10 @@ from stageprune.evaluate.bootstrap import Bootstrap
 from stageprune.evaluate.evaluating import Progress, evaluate, steps_of
 from stageprune.evaluate.evaluation import Evaluation
 from stageprune.evaluate.examples import Example
-from stageprune.evaluate.setting import Setting
+from stageprune.evaluate.setting import Setting, with_calibration
 from stageprune.evaluate.speed import alternate, decode_speed, prefill_speed, warm_up
 from stageprune.evaluate.system import system_info
-from stageprune.evaluate.text import calibration_prompts, held_out_prompts, prompt_of
+from stageprune.evaluate.text import held_out_prompts, prompt_of
 from stageprune.files import write_file
 from stageprune.methods.base import Method
 from stageprune.models import load
@@ -41,7 +42,6 @@ RATIOS = {"20 %": 0.2, "25 %": 0.25, "33 %": 1 / 3, "40 %": 0.4, "50 %": 0.5, "6
 FITTED = {"33 %": "1/3", "50 %": "1/2"}
 CHANNELS = {"20 %": 0.2, "40 %": 0.4}
 THIRD = 1 / 3
-TEXTS, TEXT_TOKENS = 32, 256  # of the baselines' calibration
 
 
 def groups() -> dict[str, dict[str, tuple[Method, ...]]]:
@@ -105,15 +105,12 @@ def fit() -> None:
             subprocess.run([sys.executable, "-m", "stageprune", *arguments], check=True)
 
 
-def settings(tokenizer: Any) -> list[Setting]:
+def settings(tokenizer: Any) -> tuple[Setting, ...]:
     """All rows, with calibration for the baselines that need it."""
-    texts = calibration_prompts(tokenizer, TEXTS, TEXT_TOKENS)
-    found = []
-    for heading, rows in groups().items():
-        for name, methods in rows.items():
-            calibrated = isinstance(methods[0], baselines.Baseline) and methods[0].needs_calibration
-            found.append(Setting(f"{heading}: {name}", methods, texts if calibrated else None))
-    return found
+    rows = [
+        Setting(f"{heading}: {name}", methods) for heading, row in groups().items() for name, methods in row.items()
+    ]
+    return with_calibration(rows, tokenizer)
 
 
 def main() -> None:
@@ -169,7 +166,7 @@ def main() -> None:
 
 
 def _finish(out: Path, data: dict[str, Any], kept: _Kept) -> None:
-    write_file(out, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    write_json(out, data)
     kept.remove()
     print(table(data))
 
@@ -198,7 +195,7 @@ class _Kept:
 
 
 def _quality(
-    model: Any, prompts: list[list[int]], chosen: list[Setting], answer_tokens: int, kept: _Kept, bar: Bar
+    model: Any, prompts: list[list[int]], chosen: Sequence[Setting], answer_tokens: int, kept: _Kept, bar: Bar
 ) -> Any:
     examples = [Example(tuple(prompt), (), len(prompt)) for prompt in prompts]
     task = bar.add_task("quality", total=steps_of(examples, chosen), completed=kept.progress.steps)
@@ -211,7 +208,9 @@ def _quality(
     return evaluate(model, examples, chosen, answer_tokens=answer_tokens, done=kept.progress, on_step=on_step)
 
 
-def _speed(model: Any, tokenizer: Any, chosen: list[Setting], options: Any, kept: _Kept, bar: Bar) -> dict[str, Any]:
+def _speed(
+    model: Any, tokenizer: Any, chosen: Sequence[Setting], options: Any, kept: _Kept, bar: Bar
+) -> dict[str, Any]:
     task = bar.add_task("speed", total=len(chosen), completed=len(kept.speeds))
     ids = torch.tensor([prompt_of(tokenizer, options.speed_length)])
     length = options.speed_length

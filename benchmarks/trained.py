@@ -18,12 +18,11 @@ from statistics import mean
 from typing import Any
 
 import torch
-from common import standard_error
+from common import standard_error, write_json
 from rich.progress import Progress
 from trained_models import RECIPES, TEST_SEED, Recipe, trained
 
 import stageprune as sp
-from stageprune.files import write_file
 from stageprune.methods.base import Method
 from stageprune.records import digest
 
@@ -76,8 +75,8 @@ def main() -> None:
     data = json.loads(partial.read_text()) if partial.exists() else {}
     with Progress() as progress:
         for name in options.models:
-            measure(name, options, data, lambda: _write(partial, data), progress)
-    _write(options.out, {name: data[name] for name in RECIPES if name in data})
+            measure(name, options, data, lambda: write_json(partial, data), progress)
+    write_json(options.out, {name: data[name] for name in RECIPES if name in data})
 
 
 def measure(name: str, options: Any, data: dict[str, Any], save: Any, progress: Progress) -> None:
@@ -153,10 +152,6 @@ def _ffn_bytes(report: sp.Report | None) -> float:
         return 1.0
     layer = report.channels[0]
     return round(layer.weights / layer.dense_weights, 4)
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    write_file(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
 def table(data: dict[str, Any], name: str) -> str:

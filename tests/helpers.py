@@ -103,3 +103,24 @@ def in_float64(model: Any) -> Iterator[Any]:
     finally:
         for override in active:
             override.remove()
+
+
+def three_beams(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three new tokens by beam search: all sequences `[batch, 3, length + 3]`, and their scores `[batch, 3]`."""
+    out = model.generate(
+        **inputs,
+        num_beams=3,
+        num_return_sequences=3,
+        max_new_tokens=3,
+        do_sample=False,
+        length_penalty=0.0,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    batch = len(inputs["input_ids"])
+    return out.sequences.view(batch, 3, -1), out.sequences_scores.view(batch, 3)
+
+
+def log_probability(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Of tokens `[batch, n]` under logits `[batch, n, vocabulary]`, summed over them."""
+    return torch.log_softmax(logits, -1).gather(-1, tokens[..., None])[..., 0].sum(-1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import stageprune as sp
-from helpers import close, exact_logits, left_padded
+from helpers import close, exact_logits, left_padded, log_probability, three_beams
 from reference import vision as ref
 from reference.generation import greedy
 from zoo import MIXTURES, Architecture
@@ -74,23 +74,12 @@ def test_greedy_and_sampled_sequences(architecture: Architecture, methods: str) 
 @torch.no_grad()
 def test_beams_are_scored_by_the_pruned_model(architecture: Architecture, methods: str) -> None:
     model, inputs = architecture.build(), prompts()
-    batch, length = inputs["input_ids"].shape
     with pruned(model, methods):
-        out = model.generate(
-            **inputs,
-            num_beams=3,
-            num_return_sequences=3,
-            max_new_tokens=3,
-            do_sample=False,
-            length_penalty=0.0,
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
-    wholes, scores = out.sequences.view(batch, 3, -1), out.sequences_scores.view(batch, 3)
+        wholes, scores = three_beams(model, inputs)
+    length = inputs["input_ids"].shape[1]
     for beam in range(3):
-        logits = reference(model, methods, wholes[:, beam])
-        chosen = torch.log_softmax(logits, -1).gather(-1, wholes[:, beam, length:, None])[..., 0]
-        assert close(scores[:, beam], chosen.sum(-1)) < 1e-6
+        expected = log_probability(reference(model, methods, wholes[:, beam]), wholes[:, beam, length:])
+        assert close(scores[:, beam], expected) < 1e-6
 
 
 @every_mixture

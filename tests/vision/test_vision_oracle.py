@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stageprune as sp
-from helpers import RENAMED, close, exact_logits
+from helpers import RENAMED, close, exact_logits, log_probability, three_beams
 from reference import vision as ref
 from reference.prefill_oracle import gated_logits
 from stageprune.families import decoder
@@ -150,23 +150,12 @@ def test_beams_are_scored_by_the_pruned_model(name: str, methods: str) -> None:
     model = built(name)
     # transformers before 5.24 mixes up which image belongs to which beam when prompts have several or none.
     inputs = VISION_BY_NAME[name].inputs(model, PROMPTS["mixed" if RENAMED else "one image"])
-    batch, length = inputs["input_ids"].shape
     with sp.prune(model, *METHODS[methods]):
-        out = model.generate(
-            **inputs,
-            num_beams=3,
-            num_return_sequences=3,
-            max_new_tokens=3,
-            do_sample=False,
-            length_penalty=0.0,
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
-    wholes, scores = out.sequences.view(batch, 3, -1), out.sequences_scores.view(batch, 3)
+        wholes, scores = three_beams(model, inputs)
+    length = inputs["input_ids"].shape[1]
     for beam in range(3):
-        logits = reference_logits(model, methods, inputs, wholes[:, beam])
-        chosen = torch.log_softmax(logits, -1).gather(-1, wholes[:, beam, length:, None])[..., 0]
-        assert close(scores[:, beam], chosen.sum(-1)) < 1e-6
+        expected = log_probability(reference_logits(model, methods, inputs, wholes[:, beam]), wholes[:, beam, length:])
+        assert close(scores[:, beam], expected) < 1e-6
 
 
 @pytest.mark.parametrize(("kind", "prompts"), all_prompts())

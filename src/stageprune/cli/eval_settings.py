@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from torch import nn
@@ -17,10 +16,6 @@ from stageprune.settings_file import SettingsFile
 
 if TYPE_CHECKING:
     from stageprune.evaluate.setting import Setting
-
-
-CALIBRATION_TEXTS, CALIBRATION_TOKENS = 32, 256
-"""Of the built-in text, for baselines that need some."""
 
 
 def settings_of(
@@ -49,22 +44,6 @@ def settings_of(
     if not settings:
         raise UsageProblem("nothing to measure: all these settings leave the model dense")
     return settings
-
-
-def with_calibration(settings: Sequence[Setting], tokenizer: Any) -> tuple[Setting, ...]:
-    """The same, with the built-in calibration text for the baselines that need some."""
-    from stageprune.baselines import Baseline
-    from stageprune.evaluate.text import calibration_prompts
-
-    def needs(method: Method) -> bool:
-        return isinstance(method, Baseline) and method.needs_calibration
-
-    if not any(needs(method) for setting in settings for method in setting.methods):
-        return tuple(settings)
-    texts = calibration_prompts(tokenizer, CALIBRATION_TEXTS, CALIBRATION_TOKENS)
-    return tuple(
-        replace(setting, calibration=texts) if any(map(needs, setting.methods)) else setting for setting in settings
-    )
 
 
 def _baseline(text: str) -> Method:

@@ -192,7 +192,9 @@ def evaluate(
     prepared = None if task_options is None else task_options.check()
     loaded = load_model(model, dtype, device)
     eval_settings.check_files(loaded.model, layer_options, files)
-    chosen = eval_settings.with_calibration(chosen, loaded.tokenizer)
+    from stageprune.evaluate.setting import with_calibration
+
+    chosen = with_calibration(chosen, loaded.tokenizer)
     if task_options is not None and prepared is not None:
         identity = {"model": described.model_of(loaded, model), "settings": described.environment_of(loaded)}
         evaluate_tasks(loaded, chosen, task_options, prepared, identity, output_file, as_json)

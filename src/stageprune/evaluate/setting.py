@@ -8,9 +8,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from stageprune.baselines import Baseline
+from stageprune.evaluate.text import calibration_prompts
 from stageprune.methods import Method, OnlineChannelPruning, PrefillOnlyPruning
 from stageprune.pruning import Handle, prune
 from stageprune.records import digest
+
+CALIBRATION_TEXTS, CALIBRATION_TOKENS = 32, 256
+"""Of the built-in text, for baselines that need some."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,18 @@ def setting_of(*methods: Method) -> Setting:
     """A setting under the name that its methods suggest; methods with a ratio of 0 are left out."""
     kept = tuple(method for method in methods if not _is_nothing(method))
     return Setting(" + ".join(map(_name, kept)), kept) if kept else DENSE
+
+
+def with_calibration(settings: Sequence[Setting], tokenizer: Any) -> tuple[Setting, ...]:
+    """The same, with the built-in calibration text for the baselines that need some."""
+    if not any(map(_needs_calibration, settings)):
+        return tuple(settings)
+    texts = calibration_prompts(tokenizer, CALIBRATION_TEXTS, CALIBRATION_TOKENS)
+    return tuple(replace(one, calibration=texts) if _needs_calibration(one) else one for one in settings)
+
+
+def _needs_calibration(setting: Setting) -> bool:
+    return any(isinstance(method, Baseline) and method.needs_calibration for method in setting.methods)
 
 
 def distinct(settings: Sequence[Setting]) -> tuple[Setting, ...]:
