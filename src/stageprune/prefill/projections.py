@@ -210,18 +210,23 @@ def identity(decoder: Decoder, own: Mapping[int, OwnWeights]) -> dict[str, Any]:
     """
     config = {key: value for key, value in decoder.config.to_dict().items() if key not in _UNRELATED}
     text = json.dumps(config, sort_keys=True, default=str)
+    return {
+        "architecture": type(decoder.model).__name__,
+        "num_hidden_layers": len(decoder.layers),
+        "config": hashlib.sha256(text.encode()).hexdigest(),
+        "weights": weights_identity(own),
+    }
+
+
+def weights_identity(own: Mapping[int, OwnWeights]) -> dict[str, str]:
+    """The part of `identity` that is of the K/V weights."""
     hashes = {name: hashlib.sha256() for name in ("bfloat16", "float16")}
     for index in sorted(own):
         for tensor in (own[index].weight, own[index].bias):
             for name, checksum in hashes.items():
                 rounded = tensor.cpu().to(getattr(torch, name)).view(torch.int16)
                 checksum.update(rounded.numpy().tobytes())
-    return {
-        "architecture": type(decoder.model).__name__,
-        "num_hidden_layers": len(decoder.layers),
-        "config": hashlib.sha256(text.encode()).hexdigest(),
-        "weights": {name: checksum.hexdigest() for name, checksum in hashes.items()},
-    }
+    return {name: checksum.hexdigest() for name, checksum in hashes.items()}
 
 
 def check_identity(fitted: Mapping[str, Any], model: Mapping[str, Any]) -> None:
@@ -230,14 +235,28 @@ def check_identity(fitted: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedModelError: says what differs.
     """
-    problem, remedy = "these K/V projections were fitted for another model", "run `stageprune calibrate` for this one"
     for name, what in (("architecture", "architecture"), ("num_hidden_layers", "number of layers")):
         if fitted[name] != model[name]:
-            raise UnsupportedModelError(f"{problem}: its {what} is {fitted[name]}, not {model[name]}; {remedy}")
+            raise _another_model(f"its {what} is {fitted[name]}, not {model[name]}")
     if fitted["config"] != model["config"]:
-        raise UnsupportedModelError(f"{problem}: its configuration differs; {remedy}")
-    if all(fitted["weights"][name] != value for name, value in model["weights"].items()):
-        raise UnsupportedModelError(f"{problem}: the K/V weights of the skipped layers differ; {remedy}")
+        raise _another_model("its configuration differs")
+    check_weights(fitted, model["weights"])
+
+
+def check_weights(fitted: Mapping[str, Any], weights: Mapping[str, str]) -> None:
+    """The part of `check_identity` that is about the K/V weights, where nothing else can be compared.
+
+    Raises:
+        UnsupportedModelError: if they differ.
+    """
+    if all(fitted["weights"][name] != value for name, value in weights.items()):
+        raise _another_model("the K/V weights of the skipped layers differ")
+
+
+def _another_model(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"these K/V projections were fitted for another model: {what}; run `stageprune calibrate` for this one"
+    )
 
 
 def check_folder(folder: Path) -> None:
