@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -77,6 +78,7 @@ def serving(loaded: LoadedModel, api_key: str | None = None, **limits: Any) -> I
     """Serve a model as it is, under the name `tiny`."""
     service = Service.of(loaded.model, loaded.tokenizer, "tiny", Limits(**{"max_model_len": CONTEXT} | limits), api_key)
     sock = server.bind("127.0.0.1", 0)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that a reader can be slow
     started = threading.Event()
     instance = server.Server(service, started=started.set)
     run = Running(loaded, service, server.url(sock), instance)
