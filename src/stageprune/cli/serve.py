@@ -75,6 +75,10 @@ def serve(
             help="Tokens of an answer at most. Default: what the prompt leaves.",
         ),
     ] = None,
+    grace: Annotated[
+        Any,
+        typer.Option("--grace", parser=parse.seconds, metavar="S", help="Seconds to finish what runs at a signal."),
+    ] = "5",
     dtype: options.Dtype = "auto",
     device: options.Device = None,
     threads: options.Threads = None,
@@ -107,7 +111,7 @@ def serve(
         sock = stack.enter_context(server.bind(host, port))
         loaded = load_model(model, dtype, device)
         channel_options.check_model(loaded.model, settings, layer_options)
-        limits = Limits(_context(loaded.model, max_model_len), max_new_tokens, max_queue)
+        limits = Limits(_context(loaded.model, max_model_len), max_new_tokens, max_queue, grace_s=grace)
         handle = None if dense else stack.enter_context(prune(loaded.model, *methods))
         name = served_model_name or shown_name(model)
         service = Service.of(loaded.model, loaded.tokenizer, name, limits, api_key)
