@@ -187,7 +187,7 @@ def test_metrics(tiny_folder: Path) -> None:
         for thread in threads:
             thread.run = _quietly(thread.run)  # type: ignore[method-assign]
             thread.start()
-        run.wait_until(lambda: run.service.worker.queued == 2)
+        run.wait_until(lambda: (run.service.worker.queued, run.service.worker.running) == (2, 1))
         assert (run.metric("queue_length"), run.metric("running_requests")) == (2, 1)
         for thread in threads:
             thread.join()

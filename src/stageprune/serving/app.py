@@ -50,8 +50,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The server is shutting down.",
     }.items()
 }
+# Of one event; OpenAPI 3.1 has no word for a stream of them.
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer."}
+    200: {"content": {"text/event-stream": {"schema": _EVENT}}, "description": "The answer."}
 }
 
 

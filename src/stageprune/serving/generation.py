@@ -64,6 +64,7 @@ class Generator:
             max_new_tokens=row.max_new_tokens,
             stopping_criteria=StoppingCriteriaList([answer]),
             logits_processor=LogitsProcessorList([] if scores is None else [scores]),
+            num_beams=1,  # whatever the model's own settings say: beams cannot be streamed
             **_choosing(job),
         )
         answer.close()
@@ -132,10 +133,11 @@ class _Answer(StoppingCriteria):
         self._finished = False
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Take the last token of `input_ids`, `[1, length]`; answers whether it ends the sequence, `[1]`."""
-        if not self._finished:  # some devices go on for a step
-            self._job.check()
-            self._take(int(input_ids[0, -1]))
+        """Take the new tokens of `input_ids`, `[1, length]`; answers whether they end the sequence, `[1]`."""
+        self._job.check()
+        for token in input_ids[0, len(self._row.prompt) + self._length :].tolist():
+            if not self._finished:  # some devices go on for a step, and speculation gives several tokens
+                self._take(token)
         return torch.full((1,), self._finished, dtype=torch.bool, device=input_ids.device)
 
     def close(self) -> None:
