@@ -39,3 +39,7 @@ class ResultFileError(StagePruneError):
 
 class NumericsError(StagePruneError):
     """A computation overflowed; the message says what to change."""
+
+
+class ServingError(StagePruneError):
+    """A server cannot be started; the message says what is missing or taken."""

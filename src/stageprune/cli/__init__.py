@@ -1,4 +1,4 @@
-"""The command line: `stageprune generate | analyze | plan | calibrate | compare | bench | doctor`."""
+"""The command line: `stageprune generate | analyze | plan | calibrate | compare | bench | serve | doctor`."""
 
 from stageprune.cli.app import main
 

@@ -26,6 +26,7 @@ from stageprune.cli import (
     lm_eval,
     plan,
     report,
+    serve,
 )
 from stageprune.cli.command_line import running
 from stageprune.cli.common import UsageProblem, console, one_line
@@ -49,6 +50,7 @@ for command in (
     compare.compare,
     bench.bench,
     report.report,
+    serve.serve,
     doctor.doctor,
 ):
     app.command()(command)

@@ -94,6 +94,19 @@ def seed(text: str) -> int:
     return _whole(text, 0)
 
 
+def size(text: str) -> int:
+    """A whole number, which may be 0."""
+    return _whole(text, 0)
+
+
+def port(text: str) -> int:
+    """A port of TCP; 0: any that is free."""
+    value = _whole(text, 0)
+    if value > 65535:
+        raise typer.BadParameter(f"{text!r} is no port; they end at 65535")
+    return value
+
+
 def seconds(text: str) -> float:
     """A time of up to an hour."""
     value = _number(text)
