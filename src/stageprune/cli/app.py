@@ -50,10 +50,10 @@ for command in (
     compare.compare,
     bench.bench,
     report.report,
-    serve.serve,
     doctor.doctor,
 ):
     app.command()(command)
+app.command(context_settings={"allow_extra_args": True})(serve.serve)
 app.command("eval")(evaluate.evaluate)
 app.command("bench-compare")(bench_compare.bench_compare)
 app.command(

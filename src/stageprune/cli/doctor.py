@@ -6,14 +6,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from stageprune.cli import channel_options, options, parse, show
+from stageprune.cli import channel_options, options, parse, show, vllm
 from stageprune.cli.common import console, load_model, output, quiet
 
 
@@ -41,11 +41,15 @@ def doctor(
     verify: Annotated[
         bool, typer.Option("--verify", help="Load the model and check its layers as prune() does. demo always is.")
     ] = False,
+    with_vllm: Annotated[
+        bool,
+        typer.Option("--vllm", help="Check that vLLM answers as the library does: MODEL's family, or all (minutes)."),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Show versions and devices; with MODEL, what each method can do for it and what that would gain.
 
-    Without --verify only the configuration is read. Exit code 1 if no method can prune the model.
+    Without --verify only the configuration is read. Exit code 1 if no method can prune the model, or vLLM fails.
     """
     method = options.LayerOptions(layers, importance, contiguous).method(ratio)
     channels = channel_options.channels_of(0.2 if channel_ratio is None else channel_ratio, None, None, None, None)
@@ -57,12 +61,29 @@ def doctor(
     support = None if model is None else _support(model, verify, method, channels, lengths, images)
     if support is not None:
         data["model"] = {"name": model, **support.to_dict()}
+    results = _check_vllm(model) if with_vllm else []
+    if results:
+        data["vllm"] = [{**asdict(result), "right": result.right} for result in results]
     if as_json:
         typer.echo(json.dumps(data, indent=2))
     else:
         _show(data)
+        for result in results:
+            output.print(f"vLLM, {result}: {'right' if result.right else 'WRONG'}", markup=False, soft_wrap=True)
+    if not all(result.right for result in results):
+        raise typer.Exit(1)
     if support is not None and not (support.supported or support.channels.supported):
         raise typer.Exit(1)
+
+
+def _check_vllm(name: str | None) -> Any:
+    from stageprune.cli.configs import read_config
+    from stageprune.models import folder_of
+    from stageprune.serving.vllm.command import family_of
+    from stageprune.serving.vllm_plugin import FAMILIES
+
+    families = FAMILIES if name is None else (family_of(read_config(folder_of(name))),)
+    return vllm.checked(*families, again=True)
 
 
 def _support(name: str, verify: bool, *settings: Any) -> Any:

@@ -1,20 +1,27 @@
-"""`stageprune serve`: an OpenAI-compatible server for a pruned model."""
+"""`stageprune serve`: an OpenAI-compatible server for a pruned model, on transformers or on vLLM."""
 
 from __future__ import annotations
 
 import os
 import sys
 from contextlib import ExitStack
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from stageprune.cli import channel_options, options, parse, show
+from stageprune.cli import channel_options, options, parse, show, vllm
 from stageprune.cli.common import UsageProblem, load_model, note, set_threads, shown_name
 from stageprune.errors import PromptError
 
+_TRANSFORMERS_ONLY = {
+    "max_queue": "--max-queue", "max_new_tokens": "--max-new-tokens", "grace": "--grace", "device": "--device",
+    "threads": "--threads",
+}  # fmt: skip
+_VLLM_ONLY = {"role": "--role", "prefix_cache": "--prefix-cache", "check": "--check"}
+
 
 def serve(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)],
     ratio: options.Ratio = None,
     layers: options.Layers = None,
@@ -82,8 +89,33 @@ def serve(
     dtype: options.Dtype = "auto",
     device: options.Device = None,
     threads: options.Threads = None,
+    engine: Annotated[
+        Literal["transformers", "vllm"],
+        typer.Option("--engine", help="transformers: one request at a time; vllm: many, with its scheduler."),
+    ] = "transformers",
+    role: Annotated[
+        Literal["both", "prefill"] | None,
+        typer.Option(
+            "--role",
+            show_default=False,
+            help="vllm: prefill holds of skipped layers only what encodes prompts, for another instance.",
+        ),
+    ] = None,
+    prefix_cache: Annotated[
+        Literal["exact", "shared"] | None,
+        typer.Option(
+            "--prefix-cache",
+            show_default=False,
+            help="vllm: shared reuses earlier answers in later prompts as they were generated. Default: exact.",
+        ),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="vllm: compare it with the library first, once for each version.")
+    ] = True,
 ) -> None:
-    """Answer the requests of OpenAI clients, one after the other, until a signal stops it.
+    """Answer the requests of OpenAI clients until a signal stops it.
+
+    With --engine vllm, arguments behind -- are vLLM's own, such as -- --tensor-parallel-size 2.
 
     Prompts skip the last third of the layers, unless --ratio, --layers, --settings or --dense say otherwise. With
     options about channels and none about layers, only channels are pruned.
@@ -97,6 +129,18 @@ def serve(
         raise UsageProblem("--dense does not prune, so no option about layers or channels can apply")
     if api_key is not None and not (api_key.strip() and api_key.isascii() and api_key.isprintable()):
         raise UsageProblem("the API key must be of printable ASCII characters, and not empty")
+    if engine == "vllm":
+        _check_options(context, _TRANSFORMERS_ONLY, "is for --engine transformers")
+        vllm_options = {
+            "host": host, "port": port, "max-model-len": max_model_len, "dtype": None if dtype == "auto" else dtype,
+        }  # fmt: skip
+        vllm.start(
+            model, served_model_name, () if dense else methods, vllm_options, context.args, api_key, check,
+            role=role, prefix_cache=prefix_cache,
+        )  # fmt: skip
+    _check_options(context, _VLLM_ONLY, "is for --engine vllm")
+    if context.args:
+        raise UsageProblem(f"unexpected argument {context.args[0]!r}; further ones are for --engine vllm")
 
     from stageprune.serving.extra import require_extra
 
@@ -125,6 +169,14 @@ def serve(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _check_options(context: typer.Context, names: dict[str, str], problem: str) -> None:
+    """Options that do nothing must not be given."""
+    for name, option in names.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise UsageProblem(f"{option} {problem}")
 
 
 def _context(model: Any, asked: int | None) -> int:

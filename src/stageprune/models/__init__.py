@@ -1,5 +1,5 @@
 """Loading: a hub id, a local folder, a GGUF file, or the demo model. Nothing here knows about pruning."""
 
-from stageprune.models.loading import DEMO, LoadedModel, load
+from stageprune.models.loading import DEMO, LoadedModel, folder_of, load
 
-__all__ = ["DEMO", "LoadedModel", "load"]
+__all__ = ["DEMO", "LoadedModel", "folder_of", "load"]

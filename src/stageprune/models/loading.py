@@ -150,6 +150,20 @@ def _from_gguf(path: Path, status: Callable[[str], None], **common: Any) -> Load
     return loaded
 
 
+def folder_of(name: str, status: Callable[[str], None] = lambda line: None) -> str:
+    """What other engines can load: a folder or a hub id; `"demo"` as the folder that it is converted to.
+
+    Raises:
+        ModelLoadError: if it is a GGUF file, or the demo model is missing.
+    """
+    if name == DEMO:
+        return str(cached_folder(_demo_gguf(), _converter(status), status))
+    path = Path(os.path.expanduser(name))
+    if path.is_file():
+        raise ModelLoadError(f"{name!r} is a file; give a folder that save_pretrained wrote, or a hub id")
+    return str(path) if path.is_dir() else name
+
+
 def _converter(status: Callable[[str], None]) -> Callable[[Path], None]:
     def convert(folder: Path) -> None:
         source = _demo_gguf()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-_FAMILIES = ("Llama", "Qwen2", "Qwen3", "Gemma3", "Mistral")
-ARCHITECTURES = {f"{family}ForCausalLM": f"Stageprune{family}ForCausalLM" for family in _FAMILIES}
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Gemma3", "Mistral")
+"""The families of models that can be pruned in vLLM."""
+
+ARCHITECTURES = {f"{family}ForCausalLM": f"Stageprune{family}ForCausalLM" for family in FAMILIES}
 """The architectures that can be pruned, and the names of their pruned classes."""
 
 

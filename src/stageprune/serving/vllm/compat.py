@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from stageprune.errors import StagePruneError
+from stageprune.errors import ServingError
 from stageprune.serving.vllm.keys import block_key
 from stageprune.serving.vllm.rows import Rows, split_rows
 from stageprune.serving.vllm.settings import EngineSettings
@@ -64,7 +64,7 @@ _USED = (
 )
 
 
-class EngineError(StagePruneError):
+class EngineError(ServingError):
     """This engine cannot serve a pruned model; the message says why, and what would be right."""
 
 
@@ -375,4 +375,5 @@ def key_handshakes() -> None:
 
 def in_command_line() -> bool:
     """Whether this process is vLLM's own command, whose users see an exception as a page of calls."""
-    return os.path.basename(sys.argv[0]) in ("vllm", "vllm.exe")
+    path = sys.argv[0].replace(os.sep, "/")
+    return path.rsplit("/", 1)[-1] in ("vllm", "vllm.exe") or path.endswith("vllm/entrypoints/cli/main.py")
