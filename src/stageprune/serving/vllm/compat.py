@@ -61,6 +61,7 @@ _USED = (
     ("vllm.model_executor.layers.attention", "Attention.get_attn_backend", ()),
     ("vllm.model_executor.layers.linear", "ReplicatedLinear", ()),
     ("vllm.forward_context", "get_forward_context", ()),
+    ("vllm.exceptions", "VLLMValidationError", ()),
 )
 
 
@@ -302,6 +303,14 @@ def decoding(attention: Any, slots: torch.Tensor) -> Iterator[None]:
         mapping[attention.layer_name] = whole
 
 
+def bad_request(message: str) -> Exception:
+    """What vLLM's server answers with status 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    error: Exception = VLLMValidationError(message)
+    return error
+
+
 def tensor_parallel() -> tuple[int, int]:
     """This worker's place among those that share each layer, and their number."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -376,4 +385,4 @@ def key_handshakes() -> None:
 def in_command_line() -> bool:
     """Whether this process is vLLM's own command, whose users see an exception as a page of calls."""
     path = sys.argv[0].replace(os.sep, "/")
-    return path.rsplit("/", 1)[-1] in ("vllm", "vllm.exe") or path.endswith("vllm/entrypoints/cli/main.py")
+    return path.rsplit("/", 1)[-1] in ("vllm", "vllm.exe") or path.endswith("vllm/entrypoints/openai/api_server.py")

@@ -87,11 +87,11 @@ def _check_request(self: Any, request_id: str, prompt: Any, params: Any, *args: 
     if settings is None:
         return
     if settings.role == "prefill" and getattr(params, "max_tokens", None) != 1:
-        raise ValueError(
+        raise compat.bad_request(
             "this instance only encodes prompts for another one: max_tokens must be 1, and the token says nothing"
         )
     if getattr(params, "prompt_logprobs", None) or getattr(params, "prompt_logprob_token_ids", None) is not None:
-        raise ValueError(
+        raise compat.bad_request(
             "prompt log-probabilities (prompt_logprobs, or echo with logprobs) need every layer for every prompt "
             "token; this server skips layers while it reads the prompt"
         )

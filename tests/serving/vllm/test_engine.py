@@ -1,0 +1,181 @@
+"""The pruned engine gives what the pruned library gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_runs import forced, greedy, prompts_of, run
+
+import stageprune as sp
+from stageprune.models import folder_of, load
+from stageprune.serving.vllm.check import check_engine
+from stageprune.serving.vllm_plugin import FAMILIES
+
+RATIO, NEW = 0.34, 16
+
+
+@pytest.fixture(scope="module")
+def demo_folder() -> str:
+    """Where the demo model lies for other engines."""
+    return folder_of("demo")
+
+
+@pytest.fixture(scope="module")
+def prompts(demo: Any) -> list[list[int]]:
+    """Fifty."""
+    return prompts_of(demo.tokenizer, 50)
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> Iterator[list[list[int]]]:
+    """The library's answers in float32."""
+    model = load("demo", dtype="float32").model
+    with sp.prune(model, sp.PrefillOnlyPruning(ratio=RATIO)):
+        yield greedy(model, prompts, NEW)
+
+
+def engine(folder: str, dtype: str = "float32", override: Any = None, **options: Any) -> dict[str, Any]:
+    return {
+        "model": folder, "dtype": dtype, "enforce_eager": True, "max_model_len": 1024, "block_size": 32, "seed": 0,
+        "max_num_seqs": 8, "hf_overrides": {"stageprune": {"ratio": RATIO} if override is None else override},
+    } | options  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str) -> None:
+    [result] = check_engine([family], again=True)
+    assert result.right, str(result)
+    assert result.dtype == "float32"
+    assert result.agreeing == result.tokens == 240
+
+
+def test_the_check_sees_a_changed_engine(demo_folder: str, prompts: list[list[int]], expected: Any) -> None:
+    """One whose cache is not written where the plugin thinks."""
+    setup = "import stageprune.serving.vllm.compat as c; c.write_cache = lambda *args: None"
+    [answers] = run(engine(demo_folder), prompts[:6], setup=setup, max_tokens=NEW)
+    assert [one.tokens for one in answers] != expected[:6]
+
+
+@pytest.mark.parametrize("chunk", [64, 512])
+def test_float32_equals_the_library(chunk: int, demo_folder: str, prompts: list[list[int]], expected: Any) -> None:
+    """Mixed batches, chunks that cut prompts anywhere, and in the second round hits in the prefix cache."""
+    first, second = run(engine(demo_folder, max_num_batched_tokens=chunk), prompts, rounds=2, max_tokens=NEW)
+    assert [one.tokens for one in first] == expected
+    assert [one.tokens for one in second] == expected
+    assert sum(one.cached for one in second) > 1000
+
+
+def test_preempted_requests_go_on_as_if_nothing_had_happened(demo_folder: str, demo: Any) -> None:
+    """The cache holds less than the requests that run: some are computed again, with what they had generated."""
+    few = prompts_of(demo.tokenizer, 50)[1::5][:6]
+    setup = (
+        "import vllm.v1.core.sched.scheduler as s\n"
+        "original = s.Scheduler._preempt_request\n"
+        "def counted(self, *args, **kwargs):\n"
+        "    print('preempted', flush=True)\n"
+        "    open(__import__('os').environ['STAGEPRUNE_TEST_MARK'], 'a').write('x')\n"
+        "    return original(self, *args, **kwargs)\n"
+        "s.Scheduler._preempt_request = counted\n"
+    )
+    import os
+    import tempfile
+
+    with tempfile.NamedTemporaryFile() as mark:
+        os.environ["STAGEPRUNE_TEST_MARK"] = mark.name
+        options = dict(num_gpu_blocks_override=14, max_model_len=384, enable_prefix_caching=False)
+        [answers] = run(engine(demo_folder, **options), few, setup=setup, max_tokens=96)
+        assert os.path.getsize(mark.name) > 0, "nothing was preempted"
+    with sp.prune(demo.model, sp.PrefillOnlyPruning(ratio=RATIO)):
+        assert [one.tokens for one in answers] == greedy(demo.model, few, 96)
+
+
+def test_bfloat16_is_as_close_as_the_engine_itself(demo_folder: str, prompts: list[list[int]], demo: Any) -> None:
+    """Against the library in float32; without pruning the engine's own rounding is as large."""
+    [pruned] = run(engine(demo_folder, "bfloat16"), prompts, max_tokens=NEW)
+    [plain] = run(engine(demo_folder, "bfloat16", False), prompts, max_tokens=NEW)
+    off = {}
+    for name, answers, ratio in (("pruned", pruned, RATIO), ("plain", plain, 0.0)):
+        with sp.prune(demo.model, sp.PrefillOnlyPruning(ratio=ratio)) as handle:
+            found = [
+                forced(demo.model, handle, prompt, one.tokens) for prompt, one in zip(prompts, answers, strict=True)
+            ]
+        same = sum(
+            a == b for (best, _), one in zip(found, answers, strict=True) for a, b in zip(best, one.tokens, strict=True)
+        )
+        assert same >= 0.95 * NEW * len(prompts), name
+        off[name] = sorted(abs(first - one.first) for (_, first), one in zip(found, answers, strict=True))
+    assert off["pruned"][25] <= 0.05  # the median
+    assert off["pruned"][25] <= 2 * off["plain"][25]
+
+
+def test_ratio_0_is_the_plain_engine(demo_folder: str, prompts: list[list[int]]) -> None:
+    [zero] = run(engine(demo_folder, "bfloat16", {"ratio": 0.0}), prompts[:20], max_tokens=NEW)
+    [plain] = run(engine(demo_folder, "bfloat16") | {"hf_overrides": {}}, prompts[:20], max_tokens=NEW)
+    assert zero == plain
+
+
+def test_drafts_are_verified_as_decode_rows(demo_folder: str, prompts: list[list[int]], expected: Any) -> None:
+    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+    [answers] = run(engine(demo_folder, speculative_config=drafting), prompts[:12], max_tokens=NEW)
+    assert [one.tokens for one in answers] == expected[:12]
+
+
+def test_layers_anywhere(demo_folder: str, prompts: list[list[int]], demo: Any) -> None:
+    layers = [0, 5, 6, 20, 29]
+    [answers] = run(engine(demo_folder, override={"layers": layers}), prompts[:8], max_tokens=NEW)
+    with sp.prune(demo.model, sp.PrefillOnlyPruning(layers=layers)):
+        assert [one.tokens for one in answers] == greedy(demo.model, prompts[:8], NEW)
+
+
+@pytest.mark.parametrize(
+    ("override", "options", "message"),
+    [
+        ({"ratio": 2}, {}, "ratio must satisfy"),
+        ({"kv_projection": False}, {}, "ablation"),
+        ({"ratio": 0.3, "role": "both", "typo": 1}, {}, "unknown setting"),
+        ({"ratio": 0.3}, {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}, "mix"),
+        ({"ratio": 0.3}, {"enable_lora": True}, "LoRA"),
+    ],
+)
+def test_refused(override: Any, options: dict[str, Any], message: str, demo_folder: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run(engine(demo_folder, override=override, **options), [[1, 2, 3]], max_tokens=1)
+
+
+def test_log_probabilities_of_the_prompt_are_refused(demo_folder: str) -> None:
+    with pytest.raises(AssertionError, match="need every layer"):
+        run(engine(demo_folder), [[1, 2, 3]], max_tokens=1, prompt_logprobs=1)
+
+
+def test_another_version_is_refused_only_where_pruning_is_asked_for(demo_folder: str) -> None:
+    setup = "import stageprune.serving.vllm.compat as c; c.TESTED = ('0.1',)"
+    with pytest.raises(AssertionError, match=r"was tested with vLLM 0.1, and vLLM .* is installed"):
+        run(engine(demo_folder), [[1, 2, 3]], max_tokens=1, setup=setup)
+    [[answer]] = run(engine(demo_folder) | {"hf_overrides": {}}, [[1, 2, 3]], max_tokens=1, setup=setup)
+    assert len(answer.tokens) == 1
+
+
+def test_prefill_and_decode_instances(
+    demo_folder: str, prompts: list[list[int]], expected: Any, tmp_path: Path
+) -> None:
+    """One without the deep layers encodes, another decodes; the cache goes through files."""
+    long = [index for index, prompt in enumerate(prompts) if len(prompt) > 128][:6]
+    transfer = {
+        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }  # fmt: skip
+    options = dict(kv_transfer_config=transfer, enable_prefix_caching=False, max_num_batched_tokens=1024)
+    chosen = [prompts[index] for index in long]
+    run(engine(demo_folder, override={"ratio": RATIO, "role": "prefill"}, **options), chosen, max_tokens=1)
+    assert [path.name.startswith("stageprune-") for path in tmp_path.iterdir()] == [True]
+    stored = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    assert len(stored) == 30 * len(long)
+    [answers] = run(engine(demo_folder, **options), chosen, max_tokens=NEW)
+    assert [one.tokens for one in answers] == [expected[index] for index in long]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == stored  # read, not written
+    # Another setting finds nothing there.
+    run(engine(demo_folder, override={"ratio": 0.2}, **options), chosen[:1], max_tokens=1)
+    assert len(list(tmp_path.iterdir())) == 2
