@@ -43,7 +43,7 @@ test-oldest: $(VENV_OLDEST)/.dev ## all tests with the oldest transformers that 
 	HF_HUB_OFFLINE=1 $(VENV_OLDEST)/bin/python -m pytest -n $(WORKERS)
 
 test-vllm: $(VENV_VLLM)/.dev ## the tests of the plugin inside vLLM, on the CPU (about a quarter of an hour)
-	HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 $(VENV_VLLM)/bin/python -m pytest tests/serving/vllm
+	HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 $(VENV_VLLM)/bin/python -m pytest tests/serving/inside_vllm
 
 lint: $(VENV)/.dev ## check style and types
 	$(BIN)/ruff check .

@@ -68,26 +68,24 @@ def test_float32_equals_the_library(chunk: int, demo_folder: str, prompts: list[
     assert sum(one.cached for one in second) > 1000
 
 
-def test_preempted_requests_go_on_as_if_nothing_had_happened(demo_folder: str, demo: Any) -> None:
+def test_preempted_requests_go_on_as_if_nothing_had_happened(
+    demo_folder: str, demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cache holds less than the requests that run: some are computed again, with what they had generated."""
     few = prompts_of(demo.tokenizer, 50)[1::5][:6]
     setup = (
-        "import vllm.v1.core.sched.scheduler as s\n"
+        "import os, vllm.v1.core.sched.scheduler as s\n"
         "original = s.Scheduler._preempt_request\n"
         "def counted(self, *args, **kwargs):\n"
-        "    print('preempted', flush=True)\n"
-        "    open(__import__('os').environ['STAGEPRUNE_TEST_MARK'], 'a').write('x')\n"
+        "    open(os.environ['STAGEPRUNE_TEST_MARK'], 'a').write('x')\n"
         "    return original(self, *args, **kwargs)\n"
         "s.Scheduler._preempt_request = counted\n"
     )
-    import os
-    import tempfile
-
-    with tempfile.NamedTemporaryFile() as mark:
-        os.environ["STAGEPRUNE_TEST_MARK"] = mark.name
-        options = dict(num_gpu_blocks_override=14, max_model_len=384, enable_prefix_caching=False)
-        [answers] = run(engine(demo_folder, **options), few, setup=setup, max_tokens=96)
-        assert os.path.getsize(mark.name) > 0, "nothing was preempted"
+    mark = tmp_path / "preempted"
+    monkeypatch.setenv("STAGEPRUNE_TEST_MARK", str(mark))
+    options = dict(num_gpu_blocks_override=14, max_model_len=384, enable_prefix_caching=False)
+    [answers] = run(engine(demo_folder, **options), few, setup=setup, max_tokens=96)
+    assert mark.exists(), "nothing was preempted"
     with sp.prune(demo.model, sp.PrefillOnlyPruning(ratio=RATIO)):
         assert [one.tokens for one in answers] == greedy(demo.model, few, 96)
 
@@ -162,12 +160,13 @@ def test_prefill_and_decode_instances(
     demo_folder: str, prompts: list[list[int]], expected: Any, tmp_path: Path
 ) -> None:
     """One without the deep layers encodes, another decodes; the cache goes through files."""
-    long = [index for index, prompt in enumerate(prompts) if len(prompt) > 128][:6]
+    # This connector looks for whole blocks without the last token, and does not know of chunks.
+    long = [index for index, prompt in enumerate(prompts) if len(prompt) > 128 and len(prompt) % 32][:6]
     transfer = {
         "kv_connector": "ExampleConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }  # fmt: skip
-    options = dict(kv_transfer_config=transfer, enable_prefix_caching=False, max_num_batched_tokens=1024)
+    options = dict(kv_transfer_config=transfer, enable_prefix_caching=False, max_num_batched_tokens=4096)
     chosen = [prompts[index] for index in long]
     run(engine(demo_folder, override={"ratio": RATIO, "role": "prefill"}, **options), chosen, max_tokens=1)
     assert [path.name.startswith("stageprune-") for path in tmp_path.iterdir()] == [True]

@@ -61,7 +61,7 @@ def greedy(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[i
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        options = dict(attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=new_tokens)
+        options = dict(attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=-1, pad_token_id=0)
         answers.append(model.generate(ids, max_new_tokens=new_tokens, **options)[0, len(prompt) :].tolist())
     return answers
 
@@ -75,7 +75,7 @@ def forced(model: Any, handle: Any, prompt: list[int], tokens: list[int]) -> tup
 
 def _main() -> None:
     job = json.loads(sys.stdin.read())
-    exec(job["setup"])
+    exec(job["setup"], {})
     from vllm import LLM, SamplingParams
 
     engine = LLM(**job["engine"])
