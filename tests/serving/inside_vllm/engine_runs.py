@@ -1,6 +1,6 @@
 """An engine in a process of its own, and what the library says to the same prompts.
 
-python engine_runs.py '{"engine": {...}, "prompts": [[...]], "sampling": {...}, "rounds": 1}'
+echo '{"engine": {...}, "prompts": [[...]], "sampling": {...}, "rounds": 1, ...}' | python engine_runs.py
 """
 
 from __future__ import annotations
@@ -28,10 +28,20 @@ class Answer:
 
 
 def run(
-    engine: dict[str, Any], prompts: list[list[int]], rounds: int = 1, setup: str = "", **sampling: Any
+    engine: dict[str, Any],
+    prompts: list[list[int]],
+    rounds: int = 1,
+    setup: str = "",
+    follow: list[int] | None = None,
+    **sampling: Any,
 ) -> list[list[Answer]]:
-    """The answers of each round; raises AssertionError with the process's last words if it fails."""
-    job = json.dumps({"engine": engine, "prompts": prompts, "rounds": rounds, "setup": setup, "sampling": sampling})
+    """The answers of each round; raises AssertionError with the process's last words if it fails.
+
+    Every round has the same prompts; with `follow`, the ones before, their answers, and these tokens.
+    """
+    job = json.dumps(
+        {"engine": engine, "prompts": prompts, "rounds": rounds, "setup": setup, "follow": follow, "sampling": sampling}
+    )
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     process = subprocess.run(
         [sys.executable, __file__], input=job, capture_output=True, text=True, env=environment, timeout=600, check=False
@@ -80,11 +90,14 @@ def _main() -> None:
 
     engine = LLM(**job["engine"])
     sampling = SamplingParams(**{"temperature": 0, "ignore_eos": True, "logprobs": 1} | job["sampling"])
-    rounds = []
+    rounds, prompts = [], job["prompts"]
     for _ in range(job["rounds"]):
-        outputs = engine.generate([{"prompt_token_ids": one} for one in job["prompts"]], sampling, use_tqdm=False)
+        outputs = engine.generate([{"prompt_token_ids": one} for one in prompts], sampling, use_tqdm=False)
         answers = [output.outputs[0] for output in outputs]
         firsts = [answer.logprobs[0][answer.token_ids[0]].logprob for answer in answers]
+        if job["follow"] is not None:
+            pairs = zip(prompts, answers, strict=True)
+            prompts = [prompt + list(answer.token_ids) + job["follow"] for prompt, answer in pairs]
         rounds.append(
             [
                 (list(answer.token_ids), first, output.num_cached_tokens or 0)

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_runs import forced, greedy, prompts_of, run
+from transformers import DynamicCache
 
 import stageprune as sp
+from stageprune.cli.app import run as cli
 from stageprune.models import folder_of, load
+from stageprune.prefill.projections import KVProjections, fitted_setting
 from stageprune.serving.vllm.check import check_engine
 from stageprune.serving.vllm_plugin import FAMILIES
 
@@ -128,6 +132,56 @@ def test_layers_anywhere(demo_folder: str, prompts: list[list[int]], demo: Any) 
         assert [one.tokens for one in answers] == greedy(demo.model, prompts[:8], NEW)
 
 
+def test_fitted_projections(demo_folder: str, prompts: list[list[int]], demo: Any, tmp_path: Path) -> None:
+    fitted = str(tmp_path / "fitted")
+    command = ["calibrate", "demo", "--ratio", str(RATIO), "--samples", "10", "--output", fitted]
+    assert cli([*command, "--prompt-tokens", "128", "--dtype", "float32"]) == 0
+    override = {"projections": fitted}
+    first, second = run(engine(demo_folder, override=override), prompts[:12], rounds=2, max_tokens=NEW)
+    with sp.prune(demo.model, sp.PrefillOnlyPruning(ratio=RATIO)):
+        unfitted = greedy(demo.model, prompts[:12], NEW)
+    with sp.prune(demo.model, fitted_setting(fitted)):
+        expected = greedy(demo.model, prompts[:12], NEW)
+    assert expected != unfitted
+    assert [one.tokens for one in first] == expected
+    assert [one.tokens for one in second] == expected
+    # The instance without the deep layers takes them, too; its tokens say nothing.
+    run(engine(demo_folder, override=override | {"role": "prefill"}), prompts[:2], max_tokens=1)
+    loaded = KVProjections.load(fitted)
+    model = loaded.record["model"] | {"weights": {"bfloat16": "another", "float16": "another"}}
+    KVProjections(loaded.corrections, {**loaded.record, "model": model}).save(tmp_path / "other")
+    with pytest.raises(AssertionError, match="fitted for another model"):
+        run(engine(demo_folder, override={"projections": str(tmp_path / "other")}), prompts[:1], max_tokens=1)
+
+
+def test_the_next_turn_reads_answers_as_prompts_unless_they_are_shared(
+    demo_folder: str, prompts: list[list[int]], demo: Any
+) -> None:
+    """Whole blocks of an answer: of its 70 tokens, at least one is."""
+    few, follow, new = prompts[1:4], [198, 1, 4093, 198], 70
+    exact = run(engine(demo_folder), few, rounds=2, follow=follow, max_tokens=new)
+    shared = run(
+        engine(demo_folder, override={"ratio": RATIO, "prefix_cache": "shared"}),
+        few, rounds=2, follow=follow, max_tokens=new,
+    )  # fmt: skip
+    assert [one.tokens for one in shared[0]] == [one.tokens for one in exact[0]]
+    with sp.prune(demo.model, sp.PrefillOnlyPruning(ratio=RATIO)) as handle:
+        for prompt, first, second, other in zip(few, exact[0], exact[1], shared[1], strict=True):
+            turn = prompt + first.tokens + follow
+            assert second.cached == (len(prompt) - 1) // 32 * 32
+            assert [second.tokens] == greedy(demo.model, [turn], new)
+            assert other.cached == (len(prompt) + new - 1) // 32 * 32
+            cache = DynamicCache(config=demo.model.config)
+            with torch.no_grad():
+                with handle.stage(len(prompt) - 1):
+                    demo.model(torch.tensor([turn[: other.cached]]), past_key_values=cache)
+                rest = turn[other.cached :]
+                with handle.stage(len(rest) - 1):
+                    tokens = torch.tensor([rest + other.tokens[:-1]])
+                    logits = demo.model(tokens, past_key_values=cache, logits_to_keep=new).logits[0]
+            assert logits.argmax(-1).tolist() == other.tokens
+
+
 @pytest.mark.parametrize(
     ("override", "options", "message"),
     [
@@ -160,8 +214,8 @@ def test_prefill_and_decode_instances(
     demo_folder: str, prompts: list[list[int]], expected: Any, tmp_path: Path
 ) -> None:
     """One without the deep layers encodes, another decodes; the cache goes through files."""
-    # This connector looks for whole blocks without the last token, and does not know of chunks.
-    long = [index for index, prompt in enumerate(prompts) if len(prompt) > 128 and len(prompt) % 32][:6]
+    # This connector writes one block more than it looks for after 32k + 1 tokens, and does not know of chunks.
+    long = [index for index, prompt in enumerate(prompts) if len(prompt) > 128 and len(prompt) % 32 != 1][:6]
     transfer = {
         "kv_connector": "ExampleConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
