@@ -1,7 +1,7 @@
 """vLLM's server with and without pruning on this machine: first token, decode speed, and a load test.
 
 python benchmarks/serving.py speed            # two servers, alternating; about five minutes
-python benchmarks/serving.py load --minutes 5 # 200 clients; each answer is checked
+python benchmarks/serving.py load --minutes 5 # 200 clients; each answer is checked; then one is killed under load
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ def server(port: int, pruned: bool, *others: str) -> Any:
     """A server of `stageprune serve --engine vllm`, ready."""
     how = ["--ratio", str(RATIO)] if pruned else ["--dense"]
     command = [sys.executable, "-m", "stageprune", "serve", MODEL, "--engine", "vllm", *how, "--port", str(port), "--"]
-    command += [
-        "--enforce-eager",
-        "--max-model-len",
-        "4096",
-        "--disable-log-stats",
-        "--no-enable-log-requests",
-        *others,
-    ]
+    command += ["--enforce-eager", "--max-model-len", "4096", "--disable-log-stats", "--no-enable-log-requests"]
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, *others],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         for _ in range(600):
             if process.poll() is not None:
@@ -59,7 +58,7 @@ def server(port: int, pruned: bool, *others: str) -> Any:
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def tokens() -> list[int]:
@@ -118,64 +117,140 @@ def speed(repeats: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def load_test(minutes: float, clients: int) -> dict[str, Any]:
-    """Clients that ask for what was answered before, alone; some go away in the middle of an answer."""
+def asked(prompt: list[int], **more: Any) -> dict[str, Any]:
+    """The body of a request."""
+    return {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True} | more
+
+
+def expected_answers(prompts: list[list[int]]) -> list[str]:
+    """The pruned library's own, one prompt after the other."""
+    import torch
+
+    from stageprune import PrefillOnlyPruning, prune
+    from stageprune.models import load
+
+    model, tokenizer = load(MODEL, dtype="float32")
+    texts = []
+    with prune(model, PrefillOnlyPruning(ratio=RATIO)):
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            options = dict(attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=-1, pad_token_id=0)
+            answer = model.generate(ids, max_new_tokens=12, **options)[0, len(prompt) :]
+            texts.append(tokenizer.decode(answer, skip_special_tokens=True))
+    return texts
+
+
+def mixed_prompts() -> list[list[int]]:
+    """Of 5 to 300 tokens."""
     text, generator = tokens(), random.Random(1)
-    prompts = []
-    for length in (5, 17, 32, 33, 64, 90, 128, 200, 256, 300) * 2:
-        start = generator.randrange(len(text) - length)
-        prompts.append(text[start : start + length])
-    outcome: Counter[str] = Counter()
-    with server(8033, True, "--dtype", "float32", "--max-num-seqs", "64") as process:
-        tree = [psutil.Process(process.pid)]
+    starts = [
+        (generator.randrange(len(text) - n), n) for n in (5, 17, 32, 33, 64, 90, 128, 200, 256, 300) for _ in range(4)
+    ]
+    return [text[start : start + length] for start, length in starts]
+
+
+class Clients:
+    """Many at once, each asking again as soon as it was answered; one in ten goes away in the middle of an answer."""
+
+    def __init__(self, http: httpx.AsyncClient, prompts: list[list[int]], expected: list[str]) -> None:
+        self.http, self.prompts, self.expected = http, prompts, expected
+        self.outcome: Counter[str] = Counter()
+        self.seconds: list[float] = []
+
+    async def one(self, seed: int, end: float) -> None:
+        """Until then, or until the first error of the connection."""
+        own = random.Random(seed)
+        while time.monotonic() < end:
+            index = own.randrange(len(self.prompts))
+            kind = own.random()
+            self.outcome["asked"] += 1
+            try:
+                if kind < 0.1:
+                    await self.leave(self.prompts[index])
+                    self.outcome["went away"] += 1
+                    continue
+                start = time.monotonic()
+                text = await (self.whole if kind < 0.55 else self.streamed)(self.prompts[index])
+                self.seconds.append(time.monotonic() - start)
+                self.outcome["right" if text == self.expected[index] else "wrong"] += 1
+            except httpx.HTTPStatusError as error:
+                self.outcome[f"status {error.response.status_code}"] += 1
+            except httpx.HTTPError as error:
+                self.outcome[f"connection: {type(error).__name__}"] += 1
+                return
+
+    async def whole(self, prompt: list[int]) -> str:
+        answer = await self.http.post("/v1/completions", json=asked(prompt))
+        answer.raise_for_status()
+        return str(answer.json()["choices"][0]["text"])
+
+    async def streamed(self, prompt: list[int]) -> str:
+        parts = []
+        async with self.http.stream("POST", "/v1/completions", json=asked(prompt, stream=True)) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    parts.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+        return "".join(parts)
+
+    async def leave(self, prompt: list[int]) -> None:
+        body = asked(prompt, stream=True, max_tokens=200)
+        async with self.http.stream("POST", "/v1/completions", json=body) as response:
+            response.raise_for_status()
+            async for _ in response.aiter_lines():
+                break
+
+    async def all(self, count: int, end: float) -> None:
+        await asyncio.gather(*(self.one(seed, end) for seed in range(count)))
+
+
+async def load_test(minutes: float, clients: int) -> dict[str, Any]:
+    """Under load for some minutes; then a server that is killed under load, and the next one."""
+    prompts = mixed_prompts()
+    expected = expected_answers(prompts)
+    options = ("--dtype", "float32", "--max-num-seqs", "64")
+
+    def connected() -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=clients + 10)
-        async with httpx.AsyncClient(base_url="http://127.0.0.1:8033", timeout=300, limits=limits) as http:
+        return httpx.AsyncClient(base_url="http://127.0.0.1:8033", timeout=300, limits=limits)
 
-            def body(prompt: list[int], **more: Any) -> dict[str, Any]:
-                return {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True} | more
+    def memory(process: Any) -> int:
+        one = psutil.Process(process.pid)
+        return round(sum(each.memory_info().rss for each in [one, *one.children(recursive=True)]) / 2**20)
 
-            expected = []
-            for prompt in prompts:
-                answer = await http.post("/v1/completions", json=body(prompt))
-                expected.append(answer.json()["choices"][0]["text"])
-
-            def memory() -> float:
-                each = [tree[0], *tree[0].children(recursive=True)]
-                return sum(one.memory_info().rss for one in each) / 2**20
-
+    seen: list[int] = []
+    with server(8033, True, *options) as process:
+        async with connected() as http:
             end = time.monotonic() + minutes * 60
-            seen = [memory()]
-
-            async def client(seed: int) -> None:
-                own = random.Random(seed)
-                while time.monotonic() < end:
-                    index = own.randrange(len(prompts))
-                    if own.random() < 0.1:
-                        async with http.stream(
-                            "POST", "/v1/completions", json=body(prompts[index], stream=True, max_tokens=200)
-                        ) as response:
-                            async for _ in response.aiter_lines():
-                                break
-                        outcome["went away"] += 1
-                        continue
-                    answer = await http.post("/v1/completions", json=body(prompts[index]))
-                    if answer.status_code != 200:
-                        outcome[f"status {answer.status_code}"] += 1
-                    else:
-                        same = answer.json()["choices"][0]["text"] == expected[index]
-                        outcome["right" if same else "wrong"] += 1
+            group = Clients(http, prompts, expected)
 
             async def watch() -> None:
                 while time.monotonic() < end:
-                    await asyncio.sleep(5)
-                    seen.append(memory())
+                    seen.append(memory(process))
+                    await asyncio.sleep(10)
 
-            await asyncio.gather(watch(), *(client(seed) for seed in range(clients)))
+            await asyncio.gather(watch(), group.all(clients, end))
         process.send_signal(signal.SIGINT)
         code = process.wait(60)
+    with server(8033, True, *options) as process:
+        async with connected() as http:
+            doomed = Clients(http, prompts, expected)
+            asking = asyncio.create_task(doomed.all(clients, time.monotonic() + 600))
+            await asyncio.sleep(20)
+            os.killpg(process.pid, signal.SIGKILL)
+            killed = time.monotonic()
+            await asyncio.wait_for(asking, 60)
+            ended = time.monotonic() - killed
+    with server(8033, True, *options) as process:
+        async with connected() as http:
+            after = Clients(http, prompts, expected)
+            await after.all(clients, time.monotonic() + 10)
     return {
-        "clients": clients, "minutes": minutes, "outcome": dict(outcome), "memory_mib": [round(one) for one in seen],
-        "exit_code": code,
+        "clients": clients, "minutes": minutes, "outcome": dict(group.outcome),
+        "seconds": {"median": statistics.median(group.seconds), "most": max(group.seconds)},
+        "memory_mib": seen, "exit_code": code,
+        "killed": {"outcome": dict(doomed.outcome), "last_client_ended_after_s": ended},
+        "after": dict(after.outcome),
     }  # fmt: skip
 
 

@@ -174,7 +174,7 @@ def test_the_next_turn_reads_answers_as_prompts_unless_they_are_shared(
             cache = DynamicCache(config=demo.model.config)
             with torch.no_grad():
                 with handle.stage(len(prompt) - 1):
-                    demo.model(torch.tensor([turn[: other.cached]]), past_key_values=cache)
+                    demo.model(torch.tensor([turn[: other.cached]]), past_key_values=cache, logits_to_keep=1)
                 rest = turn[other.cached :]
                 with handle.stage(len(rest) - 1):
                     tokens = torch.tensor([rest + other.tokens[:-1]])
