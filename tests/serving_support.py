@@ -17,9 +17,9 @@ import torch
 
 import stageprune as sp
 from stageprune.models import LoadedModel, load
-from stageprune.serving import server
-from stageprune.serving.limits import Limits
-from stageprune.serving.service import Service
+from stageprune.serving.transformers import server
+from stageprune.serving.transformers.limits import Limits
+from stageprune.serving.transformers.service import Service
 
 CONTEXT = 256
 METHOD = sp.PrefillOnlyPruning(layers=[0])  # of two: skipping the last one would change nothing

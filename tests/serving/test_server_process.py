@@ -183,7 +183,7 @@ def test_what_keeps_it_from_starting(capsys, monkeypatch, tiny_folder: Path, tak
 
 
 def test_missing_packages(capsys, monkeypatch, tiny_folder: Path) -> None:
-    find = "stageprune.serving.extra.importlib.util.find_spec"
+    find = "stageprune.serving.transformers.extra.importlib.util.find_spec"
     monkeypatch.setattr(find, lambda name: None if name in ("fastapi", "prometheus_client") else object())
     code, error = failed(capsys, tiny_folder)
     assert code == 1

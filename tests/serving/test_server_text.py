@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from stageprune.serving.text import Detokenizer, StopStrings
+from stageprune.serving.transformers.text import Detokenizer, StopStrings
 
 
 @pytest.fixture(scope="module")

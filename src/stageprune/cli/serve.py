@@ -142,13 +142,13 @@ def serve(
     if context.args:
         raise UsageProblem(f"unexpected argument {context.args[0]!r}; further ones are for --engine vllm")
 
-    from stageprune.serving.extra import require_extra
+    from stageprune.serving.transformers.extra import require_extra
 
     require_extra()
     from stageprune.pruning import prune
-    from stageprune.serving import server
-    from stageprune.serving.limits import Limits
-    from stageprune.serving.service import Service
+    from stageprune.serving.transformers import server
+    from stageprune.serving.transformers.limits import Limits
+    from stageprune.serving.transformers.service import Service
 
     set_threads(threads)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Serving: the plugin that makes vLLM prune, and an OpenAI-compatible server of one process on transformers.
+"""Serving, by engine: `transformers/`, an OpenAI-compatible server of one process, and `vllm/`, a plugin for vLLM.
 
-What vLLM needs lies in `vllm/` and `vllm_plugin.py`; everything else is the server.
+`vllm_plugin.py` is what vLLM finds.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from transformers import DynamicCache
 
 import stageprune as sp
 from stageprune.cli.app import run as cli
+from stageprune.evaluate.calibration import Reading
 from stageprune.models import folder_of, load
-from stageprune.prefill.projections import KVProjections, fitted_setting
+from stageprune.prefill.projections import Correction, KVProjections, fitted_setting, identity
 from stageprune.serving.vllm.check import check_engine
+from stageprune.serving.vllm.check_worker import random_model
 from stageprune.serving.vllm_plugin import FAMILIES
 
 RATIO, NEW = 0.34, 16
@@ -152,6 +155,35 @@ def test_fitted_projections(demo_folder: str, prompts: list[list[int]], demo: An
     KVProjections(loaded.corrections, {**loaded.record, "model": model}).save(tmp_path / "other")
     with pytest.raises(AssertionError, match="fitted for another model"):
         run(engine(demo_folder, override={"projections": str(tmp_path / "other")}), prompts[:1], max_tokens=1)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each of two workers needs a core of its own")
+def test_two_workers_share_each_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor parallelism; of fitted projections each worker takes its heads."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    model, layers = random_model("Qwen2"), (2, 3, 5)
+    model.save_pretrained(tmp_path / "model")
+    reading = Reading(model, layers, attention=False)
+    noise = torch.Generator().manual_seed(1)
+    corrections = {
+        layer: Correction.of(
+            0.1 * torch.randn(own.weight.shape, generator=noise), 0.1 * torch.randn(own.bias.shape, generator=noise)
+        )
+        for layer, own in reading.own.items()
+    }
+    record = {"model": identity(reading.decoder, reading.own), "settings": {}, "measured": []}
+    KVProjections(corrections, record).save(tmp_path / "fitted")
+    prompts = [torch.randint(3, 503, (length,), generator=noise).tolist() for length in (1, 31, 33, 64, 97, 190)]
+    options = dict(max_model_len=256, max_num_batched_tokens=48, skip_tokenizer_init=True, tensor_parallel_size=2)
+    for override in ({"layers": list(layers)}, {"projections": str(tmp_path / "fitted")}):
+        rounds = run(
+            engine(str(tmp_path / "model"), override=override, **options), prompts, rounds=2, max_tokens=NEW,
+            detokenize=False,
+        )  # fmt: skip
+        with sp.prune(model, sp.PrefillOnlyPruning(layers=layers, projections=override.get("projections"))):
+            expected = greedy(model, prompts, NEW)
+        for answers in rounds:
+            assert [one.tokens for one in answers] == expected
 
 
 def test_the_next_turn_reads_answers_as_prompts_unless_they_are_shared(

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from stageprune.serving.api_error import ApiError
-from stageprune.serving.jobs import Row
-from stageprune.serving.limits import Limits
-from stageprune.serving.schemas import Message
+from stageprune.serving.transformers.api_error import ApiError
+from stageprune.serving.transformers.jobs import Row
+from stageprune.serving.transformers.limits import Limits
+from stageprune.serving.transformers.schemas import Message
 
 Prompt = str | list[str] | list[int] | list[list[int]]
 

@@ -11,8 +11,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from stageprune.errors import ServingError
-from stageprune.serving.app import build_app
-from stageprune.serving.service import Service
+from stageprune.serving.transformers.app import build_app
+from stageprune.serving.transformers.service import Service
 
 _LINGER_S = 2  # for responses after the running request was cut
 

@@ -9,9 +9,9 @@ import json
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stageprune.serving.api_error import ApiError
-from stageprune.serving.limits import Limits
-from stageprune.serving.metrics import Metrics
+from stageprune.serving.transformers.api_error import ApiError
+from stageprune.serving.transformers.limits import Limits
+from stageprune.serving.transformers.metrics import Metrics
 
 COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 

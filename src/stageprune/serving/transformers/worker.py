@@ -7,8 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from stageprune.serving.api_error import ApiError, shutting_down
-from stageprune.serving.jobs import End, Interrupt, Interrupted, Job
+from stageprune.serving.transformers.api_error import ApiError, shutting_down
+from stageprune.serving.transformers.jobs import End, Interrupt, Interrupted, Job
 
 logger = logging.getLogger(__name__)
 

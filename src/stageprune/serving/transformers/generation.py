@@ -13,9 +13,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from stageprune.errors import UnsupportedModelError
 from stageprune.families.decoder import find_decoder
-from stageprune.serving.jobs import FinishReason, Job, Piece, Row, TokenScore
-from stageprune.serving.metrics import Metrics
-from stageprune.serving.text import Detokenizer, StopStrings
+from stageprune.serving.transformers.jobs import FinishReason, Job, Piece, Row, TokenScore
+from stageprune.serving.transformers.metrics import Metrics
+from stageprune.serving.transformers.text import Detokenizer, StopStrings
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API says this
 _GREEDY_BELOW = 0.01  # where dividing logits by the temperature would overflow

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
-from stageprune.serving import responses as r
-from stageprune.serving.jobs import FinishReason, Piece, TokenScore
+from stageprune.serving.transformers import responses as r
+from stageprune.serving.transformers.jobs import FinishReason, Piece, TokenScore
 
 
 @dataclass

@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from stageprune.serving.encode import Encoder
-from stageprune.serving.generation import Generator
-from stageprune.serving.limits import Limits
-from stageprune.serving.metrics import Metrics
-from stageprune.serving.worker import Worker
+from stageprune.serving.transformers.encode import Encoder
+from stageprune.serving.transformers.generation import Generator
+from stageprune.serving.transformers.limits import Limits
+from stageprune.serving.transformers.metrics import Metrics
+from stageprune.serving.transformers.worker import Worker
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from stageprune import __version__
-from stageprune.serving.api_error import ApiError
-from stageprune.serving.encode import rows
-from stageprune.serving.exchange import ClientGone, Exchange
-from stageprune.serving.jobs import Row, Sampling
-from stageprune.serving.middleware import CheckKey, CountOutcomes, ReadBody, error_response
-from stageprune.serving.replies import Answer, ChatReply, CompletionReply, Reply
-from stageprune.serving.responses import (
+from stageprune.serving.transformers.api_error import ApiError
+from stageprune.serving.transformers.encode import rows
+from stageprune.serving.transformers.exchange import ClientGone, Exchange
+from stageprune.serving.transformers.jobs import Row, Sampling
+from stageprune.serving.transformers.middleware import CheckKey, CountOutcomes, ReadBody, error_response
+from stageprune.serving.transformers.replies import Answer, ChatReply, CompletionReply, Reply
+from stageprune.serving.transformers.responses import (
     ChatCompletion,
     Completion,
     ErrorBody,
@@ -31,8 +31,8 @@ from stageprune.serving.responses import (
     ModelList,
     Usage,
 )
-from stageprune.serving.schemas import ChatRequest, CompletionRequest
-from stageprune.serving.service import Service
+from stageprune.serving.transformers.schemas import ChatRequest, CompletionRequest
+from stageprune.serving.transformers.service import Service
 
 _COMPLETION_TOKENS = 16  # what OpenAI's API gives unless it is told otherwise
 _CLIENT_GONE = 499  # never sent: there is nobody

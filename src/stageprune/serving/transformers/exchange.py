@@ -8,8 +8,8 @@ from contextlib import suppress
 
 from starlette.types import Receive
 
-from stageprune.serving.jobs import End, Job, Piece, Row, Sampling
-from stageprune.serving.worker import Worker
+from stageprune.serving.transformers.jobs import End, Job, Piece, Row, Sampling
+from stageprune.serving.transformers.worker import Worker
 
 
 class ClientGone(Exception):

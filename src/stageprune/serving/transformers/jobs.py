@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from stageprune.serving.api_error import ApiError
+from stageprune.serving.transformers.api_error import ApiError
 
 FinishReason = Literal["stop", "length"]
 

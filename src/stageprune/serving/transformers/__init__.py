@@ -1,0 +1,1 @@
+"""The server of one process, on transformers: `stageprune serve --engine transformers`."""
