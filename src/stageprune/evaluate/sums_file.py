@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,22 +84,25 @@ class SumsFile:
             "samples": samples,
             "sha256": _checksum(copies),
         }
-        fresh = self._fresh
+        fresh = self._fresh / "sums"
         try:
+            _take_away(self._fresh)
+            self._fresh.mkdir()
             save_file(copies, fresh, metadata={"record": json.dumps(sealed(KIND, VERSION, record))})
             fresh.chmod(default_mode())
             with open(fresh, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(fresh, self.path)
+            _take_away(self._fresh)
         except (OSError, SafetensorError) as error:
-            fresh.unlink(missing_ok=True)
+            _take_away(self._fresh)
             reason = getattr(error, "strerror", None) or error
             raise OutputFileError(f"cannot write {str(self.path)!r}: {reason}") from error
 
     def remove(self) -> None:
         """The result is written: nothing to go on with."""
-        for path in (self.path, self._fresh):
-            path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+        _take_away(self._fresh)
 
 
 def check_partial(output: Path) -> None:
@@ -107,12 +111,26 @@ def check_partial(output: Path) -> None:
     Raises:
         OutputFileError: if that is so, as with a name that is too long.
     """
-    for path in _names(output):
-        check_writable(path)
+    path, fresh = _names(output)
+    check_writable(path)
+    if not os.path.isdir(fresh):  # unlike Path.is_dir, says so of names that are too long
+        check_writable(fresh)
+
+
+def _take_away(folder: Path) -> None:
+    """Whatever is in it; of older versions it may be a file."""
+    if folder.is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        folder.unlink(missing_ok=True)
 
 
 def _names(output: Path) -> tuple[Path, Path]:
-    """`FOLDER.partial` and its next state. Fixed names: what a killed process leaves is overwritten by the next."""
+    """`FOLDER.partial`, and a folder for its next state.
+
+    Fixed names: what a killed process leaves is taken away by the next. A folder, as safetensors writes to names of its
+    own beside the file.
+    """
     return output.with_name(f"{output.name}.partial"), output.with_name(f".{output.name}.partial.new")
 
 
