@@ -15,6 +15,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -35,30 +36,26 @@ def server(port: int, pruned: bool, *others: str) -> Any:
     how = ["--ratio", str(RATIO)] if pruned else ["--dense"]
     command = [sys.executable, "-m", "stageprune", "serve", MODEL, "--engine", "vllm", *how, "--port", str(port), "--"]
     command += ["--enforce-eager", "--max-model-len", "4096", "--disable-log-stats", "--no-enable-log-requests"]
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
-    process = subprocess.Popen(
-        [*command, *others],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        for _ in range(600):
-            if process.poll() is not None:
-                raise SystemExit(f"the server ended with {process.returncode}")
-            try:
-                httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).raise_for_status()
-                break
-            except httpx.HTTPError:
-                time.sleep(1)
-        yield process
-    finally:
-        process.send_signal(signal.SIGINT)
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([*command, *others], env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            for _ in range(600):
+                if process.poll() is not None:
+                    log.seek(0)
+                    raise SystemExit(f"{log.read().decode()[-3000:]}\nthe server ended with {process.returncode}")
+                try:
+                    httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).raise_for_status()
+                    break
+                except httpx.HTTPError:
+                    time.sleep(1)
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def tokens() -> list[int]:
@@ -130,11 +127,11 @@ def expected_answers(prompts: list[list[int]]) -> list[str]:
     from stageprune.models import load
 
     model, tokenizer = load(MODEL, dtype="float32")
-    texts = []
+    model.generation_config.eos_token_id, texts = None, []
     with prune(model, PrefillOnlyPruning(ratio=RATIO)):
         for prompt in prompts:
             ids = torch.tensor([prompt])
-            options = dict(attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=-1, pad_token_id=0)
+            options = dict(attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0)
             answer = model.generate(ids, max_new_tokens=12, **options)[0, len(prompt) :]
             texts.append(tokenizer.decode(answer, skip_special_tokens=True))
     return texts
