@@ -17,6 +17,7 @@ import torch
 
 import stageprune as sp
 from stageprune.models import LoadedModel, load
+from stageprune.serving import address
 from stageprune.serving.transformers import server
 from stageprune.serving.transformers.limits import Limits
 from stageprune.serving.transformers.service import Service
@@ -77,11 +78,11 @@ class Running:
 def serving(loaded: LoadedModel, api_key: str | None = None, **limits: Any) -> Iterator[Running]:
     """Serve a model as it is, under the name `tiny`."""
     service = Service.of(loaded.model, loaded.tokenizer, "tiny", Limits(**{"max_model_len": CONTEXT} | limits), api_key)
-    sock = server.bind("127.0.0.1", 0)
+    sock = address.bind("127.0.0.1", 0)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that a reader can be slow
     started = threading.Event()
     instance = server.Server(service, started=started.set)
-    run = Running(loaded, service, server.url(sock), instance)
+    run = Running(loaded, service, address.url(sock), instance)
 
     def before(*_: Any) -> None:
         run.passes += 1

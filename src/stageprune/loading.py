@@ -37,7 +37,7 @@ def load(name: str | os.PathLike[str], **options: Any) -> Any:
 def is_projections(name: Any) -> bool:
     """Whether this is a folder that `stageprune calibrate` wrote, and not also a model."""
     try:
-        folder = Path(name).expanduser()
+        folder = Path(os.path.expanduser(name))
         return (folder / RECORD).is_file() and not (folder / "config.json").exists()
     except (TypeError, ValueError, OSError, RuntimeError):
         return False

@@ -14,6 +14,9 @@ from stageprune.evaluate.fingerprint import check_identity, identity
 from stageprune.methods import Method, OnlineChannelPruning, PrefillOnlyPruning
 from stageprune.records import read_record, write_record
 
+SETTINGS_FILE = "stageprune.json"
+"""Its name beside a checkpoint, where servers look for it."""
+
 KIND, VERSION = "stageprune-settings", 1
 
 _METHODS = {method.kind: method for method in (PrefillOnlyPruning, OnlineChannelPruning)}
@@ -62,7 +65,9 @@ class SettingsFile:
             )
             if len({method.kind for method in methods}) != len(methods):
                 raise ValueError("it has a method twice")
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            raise ResultFileError(f"{str(path)!r} is no complete {KIND} file: it lacks {error}") from error
+        except (TypeError, ValueError) as error:
             raise ResultFileError(f"{str(path)!r} is no complete {KIND} file: {error}") from error
         if model is not None:
             found.check(model, path)
@@ -113,7 +118,7 @@ def load_settings(path: str | Path, model: nn.Module | None = None) -> Sequence[
 
 
 def _method(data: Any) -> Method:
-    kind = _checked(dict, data).get("method")
+    kind = _checked(str, _checked(dict, data).get("method"))
     if kind not in _METHODS:
         raise ValueError(f"this stageprune knows no method {kind!r}")
     return _METHODS[kind].from_dict(data)

@@ -68,7 +68,7 @@ WRONG = {
     "image": (
         CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages",
-        "",
+        "parts of type 'image_url' are not supported",
     ),
     "template": (
         CHAT | {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 import stageprune as sp
 from stageprune.cli.app import run
@@ -94,7 +97,10 @@ def test_settings() -> None:
     [
         (True, "must be an object"),
         ({"ratio": 33}, "0 <= ratio < 1"),
-        ({"ratio": 0.3, "rate": 1}, "unknown setting"),
+        ({"ratio": 0.3, "rate": 1}, "unknown setting 'rate' .* known: .*projections.*prefix_cache, role, settings"),
+        ({"settings": ""}, "must name a file"),
+        ({"projections": ""}, "must name a file or folder"),
+        ({"layers": "importance", "importance": [10**400] * 30}, "finite"),
         ({"layers": [30]}, "does not exist"),
         ({"boundary": False}, "ablation"),
         ({"kv_projection": False}, "ablation"),
@@ -111,13 +117,19 @@ def test_bad_settings(bad: Any, message: str) -> None:
 
 
 def test_settings_file(tmp_path: Path) -> None:
-    assert settings_beside(str(tmp_path)) is None
+    for nowhere in (str(tmp_path), "~nosuchuser/x", "x" * 5000):
+        assert settings_beside(nowhere) is None
     save_settings(tmp_path / "stageprune.json", sp.PrefillOnlyPruning(layers=[4, 5]))
     beside = settings_beside(str(tmp_path))
     assert engine_settings(beside, 6) == engine_settings({"layers": [4, 5]}, 6)
     save_settings(tmp_path / "stageprune.json", sp.OnlineChannelPruning(ratio=0.3))
     with pytest.raises(SettingError, match="prefill-only pruning alone"):
         engine_settings(beside, 6)
+    (tmp_path / "stageprune.json").unlink()
+    (tmp_path / "stageprune.json").mkdir()
+    with pytest.raises(ResultFileError, match="cannot read"):
+        engine_settings(settings_beside(str(tmp_path)), 6)
+    (tmp_path / "stageprune.json").rmdir()
     (tmp_path / "stageprune.json").write_text("{")
     with pytest.raises(ResultFileError, match="damaged"):
         engine_settings(beside, 6)
@@ -131,11 +143,68 @@ def test_command() -> None:
     with pytest.raises(SettingError, match="prefill-only pruning alone"):
         requested([sp.PrefillOnlyPruning(), sp.OnlineChannelPruning(ratio=0.3)])
     command = vllm_command("folder", "name", override, {"port": 8000, "dtype": None}, ["--seed", "1"])
-    assert json.loads(command[command.index("--hf-overrides") + 1]) == {"stageprune": override}
-    assert command[-4:] == ["--port", "8000", "--seed", "1"]
-    assert "--dtype" not in command
-    with pytest.raises(ServingError, match="give those here"):
-        vllm_command("folder", "name", override, {}, ["--hf-overrides={}"])
+    assert json.loads(option(command, "hf-overrides")) == {"stageprune": override}
+    assert command[-3:] == ["--port=8000", "--seed", "1"]
+    assert option(command, "dtype") == ""
+    assert option(vllm_command("folder", "-x", override, {}, []), "served-model-name") == "-x"
+    for other in ("--hf-overrides={}", "--hf_overrides", "--hf-over", "--hf-overrides.stageprune=1"):
+        with pytest.raises(ServingError, match="give those here"):
+            vllm_command("folder", "name", override, {}, [other])
+
+
+def option(command: list[str], name: str) -> str:
+    """The value of `--name=value`."""
+    return next((word.partition("=")[2] for word in command if word.startswith(f"--{name}=")), "")
+
+
+def test_what_the_command_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The file beside the checkpoint, unless an option or --dense says otherwise."""
+    started: list[list[str]] = []
+
+    class Started(BaseException):
+        pass
+
+    def execve(path: str, command: list[str], environment: Any) -> None:
+        started.append(command)
+        raise Started
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(compat, "version", lambda: "0.32.0")
+    LlamaConfig(num_hidden_layers=6, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    save_settings(tmp_path / "stageprune.json", sp.PrefillOnlyPruning(layers=[4, 5]))
+    base = ["serve", str(tmp_path), "--engine", "vllm", "--no-check", "--port", "0"]
+    for others, override in [
+        ([], {"layers": [4, 5]}),
+        (["--ratio", "0.5", "--role", "prefill"], {"layers": "last", "ratio": 0.5, "role": "prefill"}),
+        (["--dense"], False),
+    ]:
+        with pytest.raises(Started):
+            run([*base, *others])
+        assert json.loads(option(started[-1], "hf-overrides")) == {"stageprune": override}
+    assert "following" in capsys.readouterr().err
+    with pytest.raises(Started):
+        run([*base, "--ratio", "0"])
+    assert "skip none of 6 layers: nothing is pruned" in capsys.readouterr().err
+    monkeypatch.setattr(compat, "version", lambda: "0.99.0")
+    with pytest.raises(Started):
+        run([*base, "--dense"])
+
+
+def test_what_keeps_vllm_from_being_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compat, "version", lambda: "0.32.0")
+    LlamaConfig(num_hidden_layers=6, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert run(["serve", str(tmp_path), "--engine", "vllm", "--no-check", "--port", port]) == 1
+    assert f"cannot listen on '127.0.0.1', port {port}" in capsys.readouterr().err
+    (tmp_path / "stageprune.json").symlink_to(tmp_path / "nowhere")
+    for engine in ("vllm", "transformers"):
+        assert run(["serve", str(tmp_path), "--engine", engine, "--port", "0"]) == 1
+        assert "cannot read" in capsys.readouterr().err
+    assert run(["serve", "~nosuchuser/x", "--engine", "vllm", "--no-check", "--port", "0"]) == 1
+    assert "nosuchuser" in capsys.readouterr().err
 
 
 def test_families() -> None:
@@ -175,8 +244,9 @@ def test_what_the_check_says(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         (["demo", "--role", "prefill"], "--role is for --engine vllm"),
-        (["demo", "--no-check"], "--check is for --engine vllm"),
+        (["demo", "--no-check"], "--check/--no-check is for --engine vllm"),
         (["demo", "--engine", "vllm", "--max-queue", "3"], "--max-queue is for --engine transformers"),
+        (["demo", "--engine", "vllm", "--dense", "--role", "prefill"], "--role says how a pruned model is served"),
         (["demo", "--", "--seed", "1"], "unexpected argument '--seed'"),
     ],
 )

@@ -118,7 +118,7 @@ def note(text: str) -> None:
 
 def shown_name(model: str) -> str:
     """A model as results name it: without the folders that it lies in, which are the user's own business."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     return path.resolve().name if path.exists() else model
 
 

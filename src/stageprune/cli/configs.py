@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ def read_config(name: str) -> Any:
     """
     from transformers import AutoConfig
 
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     try:
         if path.suffix == ".gguf":
             return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -12,12 +13,13 @@ import typer
 from stageprune.cli import channel_options, options, parse, show, vllm
 from stageprune.cli.common import UsageProblem, load_model, note, set_threads, shown_name
 from stageprune.errors import PromptError
+from stageprune.settings_file import SETTINGS_FILE
 
 _TRANSFORMERS_ONLY = {
     "max_queue": "--max-queue", "max_new_tokens": "--max-new-tokens", "grace": "--grace", "device": "--device",
     "threads": "--threads",
 }  # fmt: skip
-_VLLM_ONLY = {"role": "--role", "prefix_cache": "--prefix-cache", "check": "--check"}
+_VLLM_ONLY = {"role": "--role", "prefix_cache": "--prefix-cache", "check": "--check/--no-check"}
 
 
 def serve(
@@ -117,16 +119,22 @@ def serve(
 
     With --engine vllm, arguments behind -- are vLLM's own, such as -- --tensor-parallel-size 2.
 
-    Prompts skip the last third of the layers, unless --ratio, --layers, --settings or --dense say otherwise. With
-    options about channels and none about layers, only channels are pruned.
+    Prompts skip the last third of the layers, unless --ratio, --layers, --settings or --dense, or a stageprune.json
+    in the checkpoint's folder, say otherwise. With options about channels and none about layers, only channels are
+    pruned.
     """
     channels = channel_options.channels_of(
         channel_ratio, partition_fraction, selection, channel_preset, channel_backend, channel_setting
     )
     layer_options = options.LayerOptions(layers, importance, contiguous, projections)
+    if settings is None and not dense and ratio is None and not layer_options.given and channels is None:
+        settings = _beside(model)
     methods = channel_options.methods_or_file(settings, ratio, layer_options, channels)
     if dense and (ratio is not None or layer_options.given or channels is not None or settings is not None):
         raise UsageProblem("--dense does not prune, so no option about layers or channels can apply")
+    if dense and (role is not None or prefix_cache is not None):
+        option = "--prefix-cache" if role is None else "--role"
+        raise UsageProblem(f"--dense does not prune, and {option} says how a pruned model is served")
     if api_key is not None and not (api_key.strip() and api_key.isascii() and api_key.isprintable()):
         raise UsageProblem("the API key must be of printable ASCII characters, and not empty")
     if engine == "vllm":
@@ -146,13 +154,14 @@ def serve(
 
     require_extra()
     from stageprune.pruning import prune
+    from stageprune.serving import address
     from stageprune.serving.transformers import server
     from stageprune.serving.transformers.limits import Limits
     from stageprune.serving.transformers.service import Service
 
     set_threads(threads)
     with ExitStack() as stack:
-        sock = stack.enter_context(server.bind(host, port))
+        sock = stack.enter_context(address.bind(host, port))
         loaded = load_model(model, dtype, device)
         channel_options.check_model(loaded.model, settings, layer_options)
         limits = Limits(_context(loaded.model, max_model_len), max_new_tokens, max_queue, grace_s=grace)
@@ -162,7 +171,7 @@ def serve(
         pruned = show.pruned(handle.report(limits.max_model_len)) if handle else "dense"
 
         def started() -> None:
-            note(f"serving {name!r} ({pruned}) at {server.url(sock)}")
+            note(f"serving {name!r} ({pruned}) at {address.url(sock)}")
 
         ended = server.serve(service, sock, started)
     if not ended:  # Python would end the thread in the middle of a forward pass, which brings the process down
@@ -177,6 +186,15 @@ def _check_options(context: typer.Context, names: dict[str, str], problem: str) 
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
             raise UsageProblem(f"{option} {problem}")
+
+
+def _beside(model: str) -> Path | None:
+    """The `stageprune.json` in the checkpoint's folder, which is followed where no option says otherwise."""
+    path = os.path.join(os.path.expanduser(model), SETTINGS_FILE)
+    if not os.path.lexists(path):
+        return None
+    note(f"following {path!r}")
+    return Path(path)
 
 
 def _context(model: Any, asked: int | None) -> int:

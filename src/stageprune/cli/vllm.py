@@ -37,31 +37,38 @@ def start(
 
     Raises:
         EngineError: if vLLM is missing, of another version, or gives wrong answers.
-        ServingError: if it cannot prune this model.
+        ServingError: if it cannot prune this model, or the address is taken.
         SettingError: if it cannot follow the settings.
         ModelLoadError: if the model is missing.
     """
     quiet()
     from stageprune.cli.configs import read_config
     from stageprune.models import folder_of
+    from stageprune.serving.address import bind
     from stageprune.serving.vllm import compat
     from stageprune.serving.vllm.command import family_of, requested, vllm_command
     from stageprune.serving.vllm.settings import engine_settings
 
-    compat.check_version(compat.version())
+    installed = compat.version()
+    if methods:
+        compat.check_version(installed)
     override = requested(methods, **own)
     folder = folder_of(model)
     config = read_config(folder)
-    settings = engine_settings(override, config.get_text_config().num_hidden_layers)
+    layers = config.get_text_config().num_hidden_layers
+    settings = engine_settings(override, layers)
+    command = vllm_command(folder, served_name or shown_name(model), override, options, others)
+    bind(options["host"], options["port"]).close()  # vLLM finds out later, and in many lines
     if settings is not None:
         family = family_of(config)
         if check:
             checked(family)
-        note(f"prompts skip {len(settings.layers)} of {config.get_text_config().num_hidden_layers} layers")
+        note(f"prompts skip {len(settings.layers)} of {layers} layers")
+    elif methods:
+        note(f"these settings skip none of {layers} layers: nothing is pruned")
     environment = os.environ | ({} if api_key is None else {"VLLM_API_KEY": api_key})
     if settings is not None:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    command = vllm_command(folder, served_name or shown_name(model), override, options, others)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], command, environment)

@@ -42,7 +42,7 @@ def open_data(data: str) -> Rows | str:
     """
     if not is_file(data):
         return _hub_rows(data)
-    path = Path(data).expanduser()
+    path = Path(os.path.expanduser(data))
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         kind = "a folder" if path.is_dir() else "a file"

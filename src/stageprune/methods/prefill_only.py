@@ -104,8 +104,15 @@ def _prefill_scores(value: Any) -> tuple[float, ...]:
             f"importance must be an Importance, its file, or a list of one number per layer, got {type(value).__name__}"
         )
     for score in value:
-        if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
+        if isinstance(score, bool) or not isinstance(score, (int, float)) or not _finite(score):
             raise SettingError(f"importance must list finite numbers, got {type(score).__name__}: {score!r}")
     if not value:
         raise SettingError("importance must list one number per layer, got none")
     return tuple(map(float, value))
+
+
+def _finite(score: float) -> bool:
+    try:
+        return math.isfinite(score)
+    except OverflowError:  # an integer that is larger than any float
+        return False

@@ -152,7 +152,7 @@ class KVProjections:
         Raises:
             ResultFileError: if it is missing, damaged, incomplete, or of another kind or version.
         """
-        folder = Path(folder).expanduser()
+        folder = Path(os.path.expanduser(folder))
         record = read_record(folder / RECORD, KIND, VERSION)
         path = folder / TENSORS
         try:

@@ -231,7 +231,7 @@ def test_refused(override: Any, options: dict[str, Any], message: str, demo_fold
 
 def test_log_probabilities_of_the_prompt_are_refused(demo_folder: str) -> None:
     with pytest.raises(AssertionError, match="need every layer"):
-        run(engine(demo_folder), [[1, 2, 3]], max_tokens=1, prompt_logprobs=1)
+        run(engine(demo_folder), [[1, 2, 3]], max_tokens=1, prompt_logprobs=0)
 
 
 def test_another_version_is_refused_only_where_pruning_is_asked_for(demo_folder: str) -> None:

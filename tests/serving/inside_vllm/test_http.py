@@ -138,12 +138,23 @@ def test_cancelled_requests_leave_the_others_right(server: Server, cases: list[t
     assert server.running() == 0, "cancelled requests go on"
 
 
-@pytest.mark.parametrize("more", [{"echo": True, "logprobs": 1}, {"extra_body": {"prompt_logprobs": 1}}])
+@pytest.mark.parametrize("more",
+    [
+        {"echo": True, "logprobs": 1}, {"echo": True, "logprobs": 0}, {"extra_body": {"prompt_logprobs": 1}},
+        {"extra_body": {"prompt_logprobs": 0}},
+    ],
+)  # fmt: skip
 def test_log_probabilities_of_the_prompt_are_a_bad_request(server: Server, more: dict[str, Any]) -> None:
     with server.client() as client:
         with pytest.raises(openai.BadRequestError, match="need every layer"):
             client.completions.create(model="demo", prompt="a b c", max_tokens=2, **more)
         assert client.completions.create(model="demo", prompt="a b c", max_tokens=2).choices[0].text
+
+
+def test_beam_search_is_a_bad_request(server: Server) -> None:
+    """Its generated tokens come back as prompts."""
+    with server.client() as client, pytest.raises(openai.BadRequestError, match="beam search"):
+        client.completions.create(model="demo", prompt="a b c", max_tokens=2, n=2, extra_body={"use_beam_search": True})
 
 
 def test_the_key_is_asked_for(server: Server) -> None:

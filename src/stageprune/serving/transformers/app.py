@@ -272,12 +272,17 @@ def _of_validation(error: RequestValidationError) -> ApiError:
     place = [str(part) for part in first["loc"][1:]]
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON")
+    if not place and first["type"] == "string_unicode":
+        return ApiError(400, "the body has a name that is no text: half of a surrogate pair")
     if not place:
         return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     if first["type"] == "extra_forbidden":
         name = ".".join(place)[:100]
         return ApiError(400, f"this server does not support the parameter {name!r}", param=name, code="unsupported")
-    reasons = [problem["msg"] for problem in problems if str(problem["loc"][1:2]) == str(first["loc"][1:2])]
+    own = [problem for problem in problems if str(problem["loc"][1:2]) == str(first["loc"][1:2])]
+    # What this server says itself is clearer than a list of types that would have been right.
+    own = [problem for problem in own if problem["type"] == "value_error"][:1] or own
+    reasons = [problem["msg"].removeprefix("Value error, ") for problem in own]
     name = ".".join(place) if len(reasons) == 1 else place[0]
     return ApiError(400, f"{name[:100]}: {'; or: '.join(dict.fromkeys(reasons[:4]))[:400]}", param=place[0][:100])
 

@@ -24,6 +24,8 @@ _NEUTRAL: dict[str, Any] = {
     "echo": False,
     "suffix": "",
     "tools": [],
+    "functions": [],
+    "function_call": "none",
     "tool_choice": "none",
     "parallel_tool_calls": True,
     "response_format": {"type": "text"},
@@ -81,6 +83,13 @@ class TextPart(_Strict):
 
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_alone(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("type"), str) and data["type"] != "text":
+            raise ValueError(f"parts of type {data['type'][:40]!r} are not supported, only text")
+        return data
 
 
 class Message(_Strict):

@@ -65,11 +65,10 @@ def vllm_command(model: str, name: str, override: Any, options: dict[str, Any], 
         ServingError: if an option of `others` is one that this command sets.
     """
     for option in others:
-        if option.partition("=")[0] in ("--hf-overrides", "--hf_overrides"):
+        # Shortened, too, and as --hf-overrides.name.
+        if option.replace("_", "-").startswith("--hf-o"):
             raise ServingError(f"{option.partition('=')[0]} is how stageprune tells vLLM its settings; give those here")
-    command = [sys.executable, "-m", MODULE, "--model", model, "--served-model-name", name]
-    command += ["--hf-overrides", json.dumps({"stageprune": override})]
-    for option, value in options.items():
-        if value is not None:
-            command += [f"--{option}", str(value)]
-    return [*command, *others]
+    own = {"model": model, "served-model-name": name, "hf-overrides": json.dumps({"stageprune": override})}
+    # One word each: a value may begin with a dash.
+    words = [f"--{option}={value}" for option, value in (own | options).items() if value is not None]
+    return [sys.executable, "-m", MODULE, *words, *others]

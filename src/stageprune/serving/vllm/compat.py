@@ -41,6 +41,8 @@ _HOOKED = (
     ("vllm.config.model", "ModelConfig.get_model_arch_config", ()),
     ("vllm.config.vllm", "VllmConfig.try_verify_and_update_config", ()),
     ("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", ("params",)),
+    ("vllm.entrypoints.generate.beam_search.online", "BeamSearchOnlineMixin.beam_search", ()),
+    ("vllm.entrypoints.generate.beam_search.offline", "BeamSearchOfflineMixin.beam_search", ()),
     ("vllm.v1.engine.core", "EngineCore.__init__", ("vllm_config",)),
     ("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata", "compute_nixl_compatibility_hash", ("vllm_config",)),
     ("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys", ("request", "start_token_idx", "end_token_idx")),
@@ -157,6 +159,11 @@ def settings_of(vllm_config: Any) -> EngineSettings | None:
     """The settings that this engine was started with; None if it does not prune."""
     found = getattr(getattr(vllm_config.model_config, "hf_config", None), "stageprune_engine", None)
     return None if found is None else EngineSettings.from_dict(found)
+
+
+def config_of(front: Any) -> Any:
+    """The configuration of the engine behind an `LLM` or behind a server's handler of requests."""
+    return (front.engine_client if hasattr(front, "engine_client") else front.llm_engine).vllm_config
 
 
 # --- the rows of a step -------------------------------------------------------------------------------------------

@@ -17,10 +17,14 @@ _CONNECTORS = ("ExampleConnector", "SharedStorageConnector", "NixlConnector", "O
 def install() -> None:
     """Check engines when they are configured, and requests when they arrive."""
     from vllm.config.vllm import VllmConfig
+    from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
     from vllm.v1.engine.input_processor import InputProcessor
 
     compat.after(VllmConfig, "try_verify_and_update_config", _check_engine)
     compat.before(InputProcessor, "process_inputs", _check_request)
+    compat.before(BeamSearchOnlineMixin, "beam_search", _refuse_beams)
+    compat.before(BeamSearchOfflineMixin, "beam_search", _refuse_beams)
 
 
 def _check_engine(result: Any, vllm_config: Any) -> Any:
@@ -90,8 +94,21 @@ def _check_request(self: Any, request_id: str, prompt: Any, params: Any, *args: 
         raise compat.bad_request(
             "this instance only encodes prompts for another one: max_tokens must be 1, and the token says nothing"
         )
-    if getattr(params, "prompt_logprobs", None) or getattr(params, "prompt_logprob_token_ids", None) is not None:
+    # 0 alternatives are still the log-probabilities of the prompt's own tokens.
+    if (
+        getattr(params, "prompt_logprobs", None) is not None
+        or getattr(params, "prompt_logprob_token_ids", None) is not None
+    ):
         raise compat.bad_request(
             "prompt log-probabilities (prompt_logprobs, or echo with logprobs) need every layer for every prompt "
             "token; this server skips layers while it reads the prompt"
+        )
+
+
+def _refuse_beams(self: Any, *args: Any, **kwargs: Any) -> None:
+    """vLLM sends every step of a beam as a new prompt, with the tokens that were generated before at its end."""
+    if compat.settings_of(compat.config_of(self)) is not None:
+        raise compat.bad_request(
+            "beam search (use_beam_search) would read generated tokens as a prompt, and this server skips layers "
+            "while it reads the prompt; leave it out, or ask a server without stageprune"
         )

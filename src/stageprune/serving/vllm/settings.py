@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from stageprune.errors import SettingError
@@ -14,9 +14,7 @@ from stageprune.methods import PrefillOnlyPruning
 from stageprune.methods.base import choice
 from stageprune.prefill.layers import skipped_layers
 from stageprune.prefill.projections import KVProjections, fitted_setting
-from stageprune.settings_file import load_settings
-
-SETTINGS_FILE = "stageprune.json"
+from stageprune.settings_file import SETTINGS_FILE, load_settings
 
 PrefixCache: TypeAlias = Literal["exact", "shared"]
 Role: TypeAlias = Literal["both", "prefill"]
@@ -108,23 +106,31 @@ def settings_beside(model: str) -> Any:
     Raises:
         ResultFileError: if the file is damaged or of another kind.
     """
-    path = Path(model).expanduser() / SETTINGS_FILE
-    return {"settings": str(path)} if path.is_file() else None
+    path = os.path.join(os.path.expanduser(model), SETTINGS_FILE)
+    # Also a folder or a link that leads nowhere: reading it says so.
+    return {"settings": path} if os.path.lexists(path) else None
 
 
 def _method(values: dict[str, Any], file: Any) -> PrefillOnlyPruning:
     if file is not None:
         if values:
             raise SettingError(f'"settings" names a file with all settings; {sorted(values)[0]!r} cannot apply')
-        if not isinstance(file, str):
+        if not isinstance(file, str) or not file:
             raise SettingError(f'"settings" must name a file, got {type(file).__name__}: {file!r}')
-        methods = load_settings(Path(file).expanduser())
+        methods = load_settings(os.path.expanduser(file))
         if [type(method) for method in methods] != [PrefillOnlyPruning]:
             kinds = ", ".join(method.kind for method in methods) or "no method"
             raise SettingError(f"engines follow prefill-only pruning alone, and {file!r} has {kinds}")
         return _checked(cast(PrefillOnlyPruning, methods[0]))
+    known = [*(field.name for field in fields(PrefillOnlyPruning)), *_OWN_KEYS]
+    unknown = sorted(key for key in values if key not in known and key != "method")
+    if unknown:
+        raise SettingError(f'unknown setting {unknown[0]!r} in the "stageprune" override; known: {", ".join(known)}')
+    for name in ("importance", "projections"):
+        if values.get(name) == "":
+            raise SettingError(f"{name} must name a file or folder, got str: ''")
     if isinstance(values.get("importance"), str):
-        values["importance"] = str(Path(values["importance"]).expanduser())
+        values["importance"] = os.path.expanduser(values["importance"])
     if values.get("projections") is not None and "layers" not in values and isinstance(values["projections"], str):
         if "ratio" in values:
             raise SettingError("projections are for the layers that they were fitted for; ratio cannot apply")
