@@ -1,7 +1,7 @@
 """vLLM's server with and without pruning on this machine: first token, decode speed, and a load test.
 
 python benchmarks/serving.py speed            # two servers, alternating; about five minutes
-python benchmarks/serving.py load             # 200 clients for 12 minutes, each answer checked; then one killed under load
+python benchmarks/serving.py load             # 200 clients, each answer checked; then one server killed under load
 """
 
 from __future__ import annotations
