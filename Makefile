@@ -42,8 +42,8 @@ test-browser: $(VENV)/.dev ## the report in headless Chromium (on Debian: apt-ge
 test-oldest: $(VENV_OLDEST)/.dev ## all tests with the oldest transformers that is supported
 	HF_HUB_OFFLINE=1 $(VENV_OLDEST)/bin/python -m pytest -n $(WORKERS)
 
-test-vllm: $(VENV_VLLM)/.dev ## the tests of the plugin inside vLLM, on the CPU (about a quarter of an hour)
-	HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 $(VENV_VLLM)/bin/python -m pytest tests/serving/inside_vllm
+test-vllm: $(VENV_VLLM)/.dev ## the tests of the plugin inside vLLM, on the CPU (about half an hour)
+	HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 $(VENV_VLLM)/bin/python -m pytest -n $(WORKERS) tests/serving/inside_vllm
 
 lint: $(VENV)/.dev ## check style and types
 	$(BIN)/ruff check .
@@ -100,6 +100,6 @@ $(VENV_VLLM)/.dev: pyproject.toml
 	@$(@D)/bin/python $(PIP) '$(VLLM)'
 	@# They do not load beside torch for the CPU, and vLLM imports them when they are there.
 	@$(@D)/bin/python -m pip --quiet uninstall -y torchvision torchaudio torchcodec
-	@$(@D)/bin/python $(PIP) -e '.[gguf,serve]' 'pytest>=8' 'hypothesis>=6.100' 'openai>=2' 'psutil>=6'
+	@$(@D)/bin/python $(PIP) -e '.[gguf,serve]' 'pytest>=8' 'pytest-xdist>=3' 'hypothesis>=6.100' 'openai>=2' 'psutil>=6'
 	@$(@D)/bin/python $(PIP) $(DEMO)
 	@touch $@

@@ -149,25 +149,30 @@ def mixed_prompts() -> list[list[int]]:
 class Clients:
     """Many at once, each asking again as soon as it was answered; one in ten goes away in the middle of an answer."""
 
-    def __init__(self, http: httpx.AsyncClient, prompts: list[list[int]], expected: list[str]) -> None:
-        self.http, self.prompts, self.expected = http, prompts, expected
+    def __init__(self, prompts: list[list[int]], expected: list[str]) -> None:
+        self.prompts, self.expected = prompts, expected
         self.outcome: Counter[str] = Counter()
         self.seconds: list[float] = []
 
     async def one(self, seed: int, end: float) -> None:
-        """Until then, or until the first error of the connection."""
-        own = random.Random(seed)
+        """A client: until then, or until the first error of its connection."""
+        # Its own: a pool of connections that many tasks share closes one now and then that it has just given to a task.
+        async with httpx.AsyncClient(base_url="http://127.0.0.1:8033", timeout=300, verify=False) as http:
+            await self.ask(http, random.Random(seed), end)
+
+    async def ask(self, http: httpx.AsyncClient, own: random.Random, end: float) -> None:
+        """One request after the other, and count what became of each."""
         while time.monotonic() < end:
             index = own.randrange(len(self.prompts))
             kind = own.random()
             self.outcome["asked"] += 1
             try:
                 if kind < 0.1:
-                    await self.leave(self.prompts[index])
+                    await self.leave(http, self.prompts[index])
                     self.outcome["went away"] += 1
                     continue
                 start = time.monotonic()
-                text = await (self.whole if kind < 0.55 else self.streamed)(self.prompts[index])
+                text = await (self.whole if kind < 0.55 else self.streamed)(http, self.prompts[index])
                 self.seconds.append(time.monotonic() - start)
                 self.outcome["right" if text == self.expected[index] else "wrong"] += 1
             except httpx.HTTPStatusError as error:
@@ -176,23 +181,23 @@ class Clients:
                 self.outcome[f"connection: {type(error).__name__}"] += 1
                 return
 
-    async def whole(self, prompt: list[int]) -> str:
-        answer = await self.http.post("/v1/completions", json=asked(prompt))
+    async def whole(self, http: httpx.AsyncClient, prompt: list[int]) -> str:
+        answer = await http.post("/v1/completions", json=asked(prompt))
         answer.raise_for_status()
         return str(answer.json()["choices"][0]["text"])
 
-    async def streamed(self, prompt: list[int]) -> str:
+    async def streamed(self, http: httpx.AsyncClient, prompt: list[int]) -> str:
         parts = []
-        async with self.http.stream("POST", "/v1/completions", json=asked(prompt, stream=True)) as response:
+        async with http.stream("POST", "/v1/completions", json=asked(prompt, stream=True)) as response:
             response.raise_for_status()
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     parts.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
         return "".join(parts)
 
-    async def leave(self, prompt: list[int]) -> None:
+    async def leave(self, http: httpx.AsyncClient, prompt: list[int]) -> None:
         body = asked(prompt, stream=True, max_tokens=200)
-        async with self.http.stream("POST", "/v1/completions", json=body) as response:
+        async with http.stream("POST", "/v1/completions", json=body) as response:
             response.raise_for_status()
             async for _ in response.aiter_lines():
                 break
@@ -208,42 +213,34 @@ async def load_test(minutes: float, clients: int) -> dict[str, Any]:
     # A small cache: preemption is part of it, and all of its memory is in use soon, so that a leak would show.
     options = ("--dtype", "float32", "--max-num-seqs", "64", "--block-size", "32", "--num-gpu-blocks-override", "200")
 
-    def connected() -> httpx.AsyncClient:
-        # The server closes connections that were idle for 5 seconds; one must not be used again at that moment.
-        limits = httpx.Limits(max_connections=clients + 10, keepalive_expiry=1)
-        return httpx.AsyncClient(base_url="http://127.0.0.1:8033", timeout=300, limits=limits)
-
     def memory(process: Any) -> int:
         one = psutil.Process(process.pid)
         return round(sum(each.memory_info().rss for each in [one, *one.children(recursive=True)]) / 2**20)
 
     seen: list[int] = []
     with server(8033, True, *options) as process:
-        async with connected() as http:
-            end = time.monotonic() + minutes * 60
-            group = Clients(http, prompts, expected)
+        end = time.monotonic() + minutes * 60
+        group = Clients(prompts, expected)
 
-            async def watch() -> None:
-                while time.monotonic() < end:
-                    seen.append(memory(process))
-                    await asyncio.sleep(10)
+        async def watch() -> None:
+            while time.monotonic() < end:
+                seen.append(memory(process))
+                await asyncio.sleep(10)
 
-            await asyncio.gather(watch(), group.all(clients, end))
+        await asyncio.gather(watch(), group.all(clients, end))
         process.send_signal(signal.SIGINT)
         code = process.wait(60)
     with server(8033, True, *options) as process:
-        async with connected() as http:
-            doomed = Clients(http, prompts, expected)
-            asking = asyncio.create_task(doomed.all(clients, time.monotonic() + 600))
-            await asyncio.sleep(20)
-            os.killpg(process.pid, signal.SIGKILL)
-            killed = time.monotonic()
-            await asyncio.wait_for(asking, 60)
-            ended = time.monotonic() - killed
-    with server(8033, True, *options) as process:
-        async with connected() as http:
-            after = Clients(http, prompts, expected)
-            await after.all(clients, time.monotonic() + 10)
+        doomed = Clients(prompts, expected)
+        asking = asyncio.create_task(doomed.all(clients, time.monotonic() + 600))
+        await asyncio.sleep(20)
+        os.killpg(process.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        await asyncio.wait_for(asking, 60)
+        ended = time.monotonic() - killed
+    with server(8033, True, *options):
+        after = Clients(prompts, expected)
+        await after.all(clients, time.monotonic() + 10)
     return {
         "clients": clients, "minutes": minutes, "outcome": dict(group.outcome),
         "seconds": {"median": statistics.median(group.seconds), "most": max(group.seconds)},
