@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,6 @@ from stageprune.errors import ResultFileError, SettingError
 from stageprune.evaluate.fingerprint import check_identity, identity
 from stageprune.methods import Method, OnlineChannelPruning, PrefillOnlyPruning
 from stageprune.records import read_record, write_record
-
-SETTINGS_FILE = "stageprune.json"
-"""Its name beside a checkpoint, where servers look for it."""
 
 KIND, VERSION = "stageprune-settings", 1
 
@@ -115,6 +113,16 @@ def load_settings(path: str | Path, model: nn.Module | None = None) -> Sequence[
         ResultFileError: if the file is missing, damaged, truncated, of another kind or version, or of another model.
     """
     return SettingsFile.load(path, model).methods
+
+
+def settings_beside(model: str) -> Path | None:
+    """The `stageprune.json` in a checkpoint's folder, where servers look for it; None if there is none.
+
+    Also a folder of that name or a link that leads nowhere: reading it says so. Only local folders are looked into: a
+    name on the hub would cost every start of any engine a request.
+    """
+    path = os.path.join(os.path.expanduser(model), "stageprune.json")
+    return Path(path) if os.path.lexists(path) else None
 
 
 def _method(data: Any) -> Method:

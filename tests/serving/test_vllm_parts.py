@@ -22,8 +22,8 @@ from stageprune.serving.vllm.check import Checked, require
 from stageprune.serving.vllm.command import family_of, requested, vllm_command
 from stageprune.serving.vllm.keys import KEY, block_key
 from stageprune.serving.vllm.rows import split_rows
-from stageprune.serving.vllm.settings import EngineSettings, engine_settings, settings_beside
-from stageprune.settings_file import save_settings
+from stageprune.serving.vllm.settings import EngineSettings, engine_settings
+from stageprune.settings_file import save_settings, settings_beside
 
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 9), st.integers(0, 12), st.integers(1, 12)), min_size=1, max_size=6
@@ -120,7 +120,7 @@ def test_settings_file(tmp_path: Path) -> None:
     for nowhere in (str(tmp_path), "~nosuchuser/x", "x" * 5000):
         assert settings_beside(nowhere) is None
     save_settings(tmp_path / "stageprune.json", sp.PrefillOnlyPruning(layers=[4, 5]))
-    beside = settings_beside(str(tmp_path))
+    beside = {"settings": str(settings_beside(str(tmp_path)))}
     assert engine_settings(beside, 6) == engine_settings({"layers": [4, 5]}, 6)
     save_settings(tmp_path / "stageprune.json", sp.OnlineChannelPruning(ratio=0.3))
     with pytest.raises(SettingError, match="prefill-only pruning alone"):
@@ -128,7 +128,7 @@ def test_settings_file(tmp_path: Path) -> None:
     (tmp_path / "stageprune.json").unlink()
     (tmp_path / "stageprune.json").mkdir()
     with pytest.raises(ResultFileError, match="cannot read"):
-        engine_settings(settings_beside(str(tmp_path)), 6)
+        engine_settings({"settings": str(settings_beside(str(tmp_path)))}, 6)
     (tmp_path / "stageprune.json").rmdir()
     (tmp_path / "stageprune.json").write_text("{")
     with pytest.raises(ResultFileError, match="damaged"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -13,7 +12,7 @@ import typer
 from stageprune.cli import channel_options, options, parse, show, vllm
 from stageprune.cli.common import UsageProblem, load_model, note, set_threads, shown_name
 from stageprune.errors import PromptError
-from stageprune.settings_file import SETTINGS_FILE
+from stageprune.settings_file import settings_beside
 
 _TRANSFORMERS_ONLY = {
     "max_queue": "--max-queue", "max_new_tokens": "--max-new-tokens", "grace": "--grace", "device": "--device",
@@ -127,10 +126,13 @@ def serve(
         channel_ratio, partition_fraction, selection, channel_preset, channel_backend, channel_setting
     )
     layer_options = options.LayerOptions(layers, importance, contiguous, projections)
-    if settings is None and not dense and ratio is None and not layer_options.given and channels is None:
-        settings = _beside(model)
+    said = ratio is not None or layer_options.given or channels is not None or settings is not None
+    if not said and not dense:
+        settings = settings_beside(model)
+        if settings is not None:
+            note(f"following {str(settings)!r}")
     methods = channel_options.methods_or_file(settings, ratio, layer_options, channels)
-    if dense and (ratio is not None or layer_options.given or channels is not None or settings is not None):
+    if dense and said:
         raise UsageProblem("--dense does not prune, so no option about layers or channels can apply")
     if dense and (role is not None or prefix_cache is not None):
         option = "--prefix-cache" if role is None else "--role"
@@ -186,15 +188,6 @@ def _check_options(context: typer.Context, names: dict[str, str], problem: str) 
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
             raise UsageProblem(f"{option} {problem}")
-
-
-def _beside(model: str) -> Path | None:
-    """The `stageprune.json` in the checkpoint's folder, which is followed where no option says otherwise."""
-    path = os.path.join(os.path.expanduser(model), SETTINGS_FILE)
-    if not os.path.lexists(path):
-        return None
-    note(f"following {path!r}")
-    return Path(path)
 
 
 def _context(model: Any, asked: int | None) -> int:

@@ -93,11 +93,11 @@ class SumsFile:
             with open(fresh, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(fresh, self.path)
-            _take_away(self._fresh)
         except (OSError, SafetensorError) as error:
-            _take_away(self._fresh)
             reason = getattr(error, "strerror", None) or error
             raise OutputFileError(f"cannot write {str(self.path)!r}: {reason}") from error
+        finally:
+            _take_away(self._fresh)
 
     def remove(self) -> None:
         """The result is written: nothing to go on with."""

@@ -57,12 +57,14 @@ def _choose_class(model_config: Any, problem: Exception | None) -> None:
 
 def _choose(model_config: Any, problem: Exception | None) -> None:
     from stageprune.serving.vllm.compat import EngineError
-    from stageprune.serving.vllm.settings import engine_settings, settings_beside
+    from stageprune.serving.vllm.settings import engine_settings
+    from stageprune.settings_file import settings_beside
 
     config = model_config.hf_config
     requested = getattr(config, "stageprune", None)
     if requested is None:
-        requested = settings_beside(model_config.model)
+        beside = settings_beside(model_config.model)
+        requested = None if beside is None else {"settings": str(beside)}
     if requested is None or requested is False or getattr(config, "stageprune_engine", None) is not None:
         return
     if problem is not None:

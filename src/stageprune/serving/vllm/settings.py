@@ -14,7 +14,7 @@ from stageprune.methods import PrefillOnlyPruning
 from stageprune.methods.base import choice
 from stageprune.prefill.layers import skipped_layers
 from stageprune.prefill.projections import KVProjections, fitted_setting
-from stageprune.settings_file import SETTINGS_FILE, load_settings
+from stageprune.settings_file import load_settings
 
 PrefixCache: TypeAlias = Literal["exact", "shared"]
 Role: TypeAlias = Literal["both", "prefill"]
@@ -96,19 +96,6 @@ def engine_settings(requested: Any, num_hidden_layers: int) -> EngineSettings | 
         cast(Role, role),
         _fingerprint(layers, method.projections, prefix_cache),
     )
-
-
-def settings_beside(model: str) -> Any:
-    """The settings in a `stageprune.json` in the folder of a checkpoint, as an override; None if there is none.
-
-    Only folders are looked into: a name on the hub would cost every start of any engine a request.
-
-    Raises:
-        ResultFileError: if the file is damaged or of another kind.
-    """
-    path = os.path.join(os.path.expanduser(model), SETTINGS_FILE)
-    # Also a folder or a link that leads nowhere: reading it says so.
-    return {"settings": path} if os.path.lexists(path) else None
 
 
 def _method(values: dict[str, Any], file: Any) -> PrefillOnlyPruning:
