@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -68,6 +69,16 @@ class Running:
         while not condition():
             assert time.monotonic() < deadline, "it did not happen in time"
             time.sleep(0.005)
+
+    @contextmanager
+    def asked(self, request: dict[str, Any]) -> Iterator[None]:
+        """A client that has asked for a completion and reads nothing of its answer; it is gone at the end."""
+        body = json.dumps(request).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        address = ("127.0.0.1", int(self.url.removesuffix("/v1").rpartition(":")[2]))
+        with socket.create_connection(address, timeout=20) as sock:
+            sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            yield
 
     def idle(self) -> bool:
         """Whether nothing waits and nothing runs."""

@@ -41,8 +41,8 @@ def test_aborted_stream(served: Running) -> None:
 def test_aborted_request_without_a_stream(served: Running) -> None:
     cancelled = served.metric('requests_total{outcome="cancelled"}')
     served.pace, served.passes = 0.02, 0
-    with served.client(timeout=0.3) as client, pytest.raises(openai.APITimeoutError):
-        client.completions.create(**LONG)
+    with served.asked(LONG):
+        served.wait_until(lambda: served.passes > 3)
     gone_within_a_token(served)
     assert served.metric('requests_total{outcome="cancelled"}') == cancelled + 1
 
@@ -52,8 +52,8 @@ def test_aborted_while_waiting(served: Running) -> None:
     served.pace, served.passes = 0.02, 0
     with served.client() as client, client.completions.create(**LONG, stream=True) as stream:
         next(iter(stream))
-        with served.client(timeout=0.2) as other, pytest.raises(openai.APITimeoutError):
-            other.completions.create(**LONG)
+        with served.asked(LONG):
+            served.wait_until(lambda: served.service.worker.queued == 1)
         served.wait_until(lambda: served.service.worker.queued == 0)
         assert served.service.worker.running == 1
     gone_within_a_token(served)
@@ -76,9 +76,8 @@ def test_aborted_in_a_long_prompt(served: Running) -> None:
         layers[1].register_forward_hook(lambda *_: begun.append("second")),
     ]
     try:
-        with served.client(timeout=0.3) as client, pytest.raises(openai.APITimeoutError):
-            client.completions.create(**LONG)
-        assert entered.is_set()
+        with served.asked(LONG):
+            assert entered.wait(20)
         job = served.service.worker._running
         assert job is not None
         served.wait_until(lambda: job.interrupt is not None)
