@@ -58,6 +58,11 @@ class Server:
                 time.sleep(0.5)
         raise AssertionError(self.log.read_text()[-3000:])
 
+    def stop(self) -> None:
+        """As a user does; it ends in good order."""
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(60) == 0
+
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="key", max_retries=0, timeout=120, **options)
 
@@ -74,8 +79,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
         started.wait()
         yield started
-        started.process.send_signal(signal.SIGINT)
-        assert started.process.wait(60) == 0
+        started.stop()
     finally:
         started.kill()
 
@@ -95,22 +99,38 @@ ASKED: dict[str, Any] = {
 }  # fmt: skip
 
 
+class Asker:
+    """The official client, with many requests at once; use it in `async with`."""
+
+    def __init__(self, server: Server, **options: Any) -> None:
+        self.client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0)
+        self.options = ASKED | options
+        self.begun = 0
+
+    async def __aenter__(self) -> Asker:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.close()
+
+    async def whole(self, prompt: list[int]) -> str:
+        return (await self.client.completions.create(prompt=prompt, **self.options)).choices[0].text
+
+    async def streamed(self, prompt: list[int]) -> str:
+        parts = []
+        async for chunk in await self.client.completions.create(prompt=prompt, stream=True, **self.options):
+            self.begun += not parts
+            parts.append(chunk.choices[0].text)
+        return "".join(parts)
+
+
 def test_whole_and_streamed_answers_at_once(server: Server, cases: list[tuple[list[int], str]]) -> None:
-    async def ask() -> list[tuple[str, str]]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0) as client:
-
-            async def whole(prompt: list[int]) -> str:
-                return (await client.completions.create(prompt=prompt, **ASKED)).choices[0].text
-
-            async def streamed(prompt: list[int]) -> str:
-                stream = await client.completions.create(prompt=prompt, stream=True, **ASKED)
-                return "".join([chunk.choices[0].text async for chunk in stream])
-
+    async def ask() -> list[str]:
+        async with Asker(server) as asker:
             prompts = [prompt for prompt, _ in cases]
-            answers = await asyncio.gather(*map(whole, prompts), *map(streamed, prompts))
-            return list(zip(answers[: len(cases)], answers[len(cases) :], strict=True))
+            return await asyncio.gather(*map(asker.whole, prompts), *map(asker.streamed, prompts))
 
-    assert asyncio.run(ask()) == [(text, text) for _, text in cases]
+    assert asyncio.run(ask()) == [text for _, text in cases] * 2
 
 
 def test_chat(server: Server, demo: Any) -> None:
@@ -167,19 +187,13 @@ def test_killed_in_the_middle_clients_get_errors(tmp_path: Path, cases: list[tup
     doomed = Server(tmp_path / "doomed")
 
     async def ask() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=f"{doomed.url}/v1", api_key="key", max_retries=0) as client:
-            asked = ASKED | {"max_tokens": 600}
-
-            async def whole(prompt: list[int]) -> Any:
-                return await client.completions.create(prompt=prompt, **asked)
-
-            async def streamed(prompt: list[int]) -> str:
-                stream = await client.completions.create(prompt=prompt, stream=True, **asked)
-                return "".join([chunk.choices[0].text async for chunk in stream])
-
-            kinds = [(whole, streamed)[index % 2] for index in range(len(cases))]
-            tasks = [asyncio.create_task(kind(prompt)) for kind, (prompt, _) in zip(kinds, cases, strict=True)]
-            await asyncio.sleep(5)
+        async with Asker(doomed, max_tokens=600) as asker:
+            prompts = [prompt for prompt, _ in cases]
+            tasks = [asyncio.create_task(asker.whole(prompt)) for prompt in prompts[::2]]
+            tasks += [asyncio.create_task(asker.streamed(prompt)) for prompt in prompts[1::2]]
+            async with asyncio.timeout(120):
+                while asker.begun < len(prompts[1::2]):
+                    await asyncio.sleep(0.01)
             doomed.kill()
             return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
 
@@ -195,7 +209,6 @@ def test_killed_in_the_middle_clients_get_errors(tmp_path: Path, cases: list[tup
         again.wait()
         with again.client() as client:
             assert client.completions.create(prompt=cases[0][0], **ASKED).choices[0].text == cases[0][1]
-        again.process.send_signal(signal.SIGINT)
-        assert again.process.wait(60) == 0
+        again.stop()
     finally:
         again.kill()
