@@ -10,6 +10,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Read when Triton is imported, which torch and transformers do on their own; without a GPU, nothing else runs kernels.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
@@ -20,6 +21,10 @@ from stageprune.models import LoadedModel, load
 # Each pytest-xdist worker is a process of its own, and torch would give each of them all cores.
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // _WORKERS))
+
+# Everywhere the same examples, however slow the machine is.
+settings.register_profile("stageprune", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("stageprune")
 
 
 @pytest.fixture(scope="session")

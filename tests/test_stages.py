@@ -348,7 +348,7 @@ def test_where_a_prompt_ends() -> None:
 # -- properties ---
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_prompt_chunks_layers_and_padding(llama, gemma3, data) -> None:
     model = data.draw(st.sampled_from([llama, gemma3]))
@@ -362,7 +362,7 @@ def test_any_prompt_chunks_layers_and_padding(llama, gemma3, data) -> None:
     assert close(ours, logits) < 1e-10
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(data=st.data())
 @torch.no_grad()
 def test_any_split_into_forward_calls(llama, gemma3, data) -> None:

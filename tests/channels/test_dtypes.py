@@ -51,7 +51,7 @@ def rows(count: int, filled: int, generator: torch.Generator) -> torch.Tensor:
     return torch.zeros(count, WIDTH).scatter_(1, places, signs)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(data=st.data())
 @torch.no_grad()
 def test_all_types_choose_alike(data) -> None:

@@ -732,7 +732,7 @@ def test_composed_where_nothing_is_skipped() -> None:
 # -- properties --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_sizes_prompts_and_chunks(data) -> None:
     base = data.draw(st.sampled_from(SMALL))
@@ -759,7 +759,7 @@ def test_any_sizes_prompts_and_chunks(data) -> None:
     assert close(ours, logits) < 1e-10
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(data=st.data())
 @torch.no_grad()
 def test_any_split_into_forward_calls(llama, data) -> None:

@@ -91,7 +91,7 @@ def test_sizes_by_hand(arguments, expected) -> None:
     delta=st.floats(-1, 1),
     multiple=st.integers(1, 70),
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 def test_sizes_are_always_possible(channels: int, ratio: float, delta: float, multiple: int) -> None:
     ours = ref.sizes(channels, ratio, delta, multiple)
     assert ours.retained + ours.candidates + ours.pruned == channels

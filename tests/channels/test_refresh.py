@@ -142,7 +142,7 @@ def test_a_cropped_cache_generates_the_same_again(llama) -> None:
     assert torch.equal(*outputs)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(data=st.data())
 @torch.no_grad()
 def test_any_split_into_forward_calls(llama, data) -> None:

@@ -23,7 +23,7 @@ def pieces(tokenizer: Any, tokens: list[int], context: list[int]) -> list[str]:
     return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(text=st.text(max_size=80), prompt=st.text(max_size=12))
 def test_pieces_are_the_whole_text(tokenizer: Any, text: str, prompt: str) -> None:
     text = text.replace("\N{REPLACEMENT CHARACTER}", "")
@@ -33,7 +33,7 @@ def test_pieces_are_the_whole_text(tokenizer: Any, text: str, prompt: str) -> No
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(parts), "no character was told before it was complete"
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(tokens=st.lists(st.integers(0, 258), max_size=120))
 def test_bytes_that_are_no_text(tokenizer: Any, tokens: list[int]) -> None:
     assert "".join(pieces(tokenizer, tokens, [])) == tokenizer.decode(tokens, skip_special_tokens=True)
@@ -66,7 +66,7 @@ def reference(parts: list[str], stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(
     parts=st.lists(st.text("ab", max_size=4), max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
