@@ -1,14 +1,16 @@
-"""`stageprune analyze` on a tiny model: its numbers, its files, and going on after it was interrupted."""
+"""`stageprune analyze` on a tiny model: its numbers, its files, and going on after it was killed."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import stageprune as sp
+from killing import MOMENTS_OF_A_WRITE, killed_at
 from stageprune.evaluate.analysis import analyze
 from stageprune.evaluate.samples import load_prompts
 
@@ -51,6 +53,26 @@ def test_data_with_fewer_rows(command, tiny: Path, tmp_path: Path) -> None:
     assert "d.jsonl has 3 usable prompts, fewer than --samples 200" in result.err
     assert json.loads(result.out)["settings"]["data"] == "d.jsonl"
     assert len(json.loads(result.out)["samples"]) == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a copy of this process")
+def test_killed_and_restarted_gives_the_same_file(command, tiny: Path, tmp_path: Path) -> None:
+    def arguments(name: str) -> list[str]:
+        options = ["--samples", "24", *OPTIONS, "--response-tokens", "24", "--batch", "1"]
+        return ["analyze", str(tiny), *options, "--output", str(tmp_path / name)]
+
+    (tmp_path / "whole").mkdir()
+    assert command(*arguments("whole/i.json")).code == 0  # the file records its name
+    partial = tmp_path / "i.json.partial"
+    found = 9  # of 24
+    assert killed_at(found * MOMENTS_OF_A_WRITE, arguments("i.json"))
+    assert len(json.loads(partial.read_text())["samples"]) == found
+    assert not (tmp_path / "i.json").exists()
+    result = command(*arguments("i.json"))
+    assert result.code == 0, result.err
+    assert f"going on after {found} of 24 samples" in result.err
+    assert (tmp_path / "i.json").read_bytes() == (tmp_path / "whole" / "i.json").read_bytes()
+    assert not partial.exists()
 
 
 @pytest.fixture

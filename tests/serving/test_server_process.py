@@ -130,7 +130,7 @@ def test_stops_in_good_order(start: Callable[..., Process], tiny_folder: Path) -
             time.sleep(0.02)
     before = time.monotonic()
     code, printed = server.stop(signal.SIGTERM)
-    assert time.monotonic() - before > 2.9, "its grace is three seconds"
+    assert 2.9 < time.monotonic() - before < 6.5, "its grace is three seconds"
     for thread in threads:
         thread.join(20)
     assert (code, printed) == (0, "")
