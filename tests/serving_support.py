@@ -70,15 +70,22 @@ class Running:
             assert time.monotonic() < deadline, "it did not happen in time"
             time.sleep(0.005)
 
-    @contextmanager
-    def asked(self, request: dict[str, Any]) -> Iterator[None]:
-        """A client that has asked for a completion and reads nothing of its answer; it is gone at the end."""
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, for a socket."""
+        return "127.0.0.1", int(self.url.removesuffix("/v1").rpartition(":")[2])
+
+    def raw(self, content: bytes) -> socket.socket:
+        """A connection on which this was sent."""
+        connection = socket.create_connection(self.address, 10)
+        connection.sendall(content)
+        return connection
+
+    def asked(self, request: dict[str, Any]) -> socket.socket:
+        """A client that has asked for a completion and reads nothing of its answer; it is gone when this is closed."""
         body = json.dumps(request).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        address = ("127.0.0.1", int(self.url.removesuffix("/v1").rpartition(":")[2]))
-        with socket.create_connection(address, timeout=20) as sock:
-            sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            yield
+        return self.raw(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
     def idle(self) -> bool:
         """Whether nothing waits and nothing runs."""

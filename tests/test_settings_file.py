@@ -19,7 +19,7 @@ from zoo import BY_NAME
 METHODS = (sp.PrefillOnlyPruning(layers="importance", importance=[0.5, 1e-300, 0]), sp.OnlineChannelPruning(0.3))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(suppress_health_check=[*settings().suppress_health_check, HealthCheck.function_scoped_fixture])
 @given(
     ratio=st.floats(0, 1, exclude_max=True),
     scores=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1),

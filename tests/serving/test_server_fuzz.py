@@ -27,9 +27,6 @@ from serving_support import Running, running
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 BOUNDED = settings(
     max_examples=60,
-    derandomize=True,
-    deadline=None,
-    database=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,18 +182,11 @@ def test_large_bodies(small: Running) -> None:
         assert response.status_code == 200
 
 
-def raw(run: Running, content: bytes) -> socket.socket:
-    """A connection on which this was sent."""
-    connection = socket.create_connection(("127.0.0.1", int(run.url.removesuffix("/v1").rpartition(":")[2])), 10)
-    connection.sendall(content)
-    return connection
-
-
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: 100\r\n\r\n"
 
 
 def test_slow_bodies(small: Running) -> None:
-    with raw(small, HEAD + b'{"model"') as connection:
+    with small.raw(HEAD + b'{"model"') as connection:
         answer = connection.recv(10_000)
         while b"did not arrive" not in answer:
             more = connection.recv(10_000)
@@ -205,9 +197,9 @@ def test_slow_bodies(small: Running) -> None:
 
 def test_bodies_that_end_early(small: Running) -> None:
     for _ in range(20):
-        raw(small, HEAD + b'{"model"').close()
+        small.raw(HEAD + b'{"model"').close()
     for _ in range(20):
-        raw(small, b"POST /v1/completions HTTP/1.1\r\nNot a header").close()
+        small.raw(b"POST /v1/completions HTTP/1.1\r\nNot a header").close()
     with authorized(small) as http:
         assert http.post("/v1/completions", json=COMPLETION).status_code == 200
     small.wait_until(small.idle)

@@ -100,7 +100,7 @@ def test_slow_reader_blocks_nobody(served: Running) -> None:
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.settimeout(20)
-    slow.connect(("127.0.0.1", int(served.url.removesuffix("/v1").rpartition(":")[2])))
+    slow.connect(served.address)
     with slow:
         answered = served.metric('requests_total{outcome="ok"}')
         slow.sendall(head % len(body) + body)
